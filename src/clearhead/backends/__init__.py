@@ -1,0 +1,72 @@
+"""Which backend runs a call, and why not each other one.
+
+A backend is a module with NAME, why_not(problem) -> a sentence or None, describe(problem) -> how it
+would run the call, and forward(problem) -> (out, Aux). It never imports another backend.
+"""
+
+from types import ModuleType
+
+import torch
+
+from ..problem import Problem
+from . import chunked, flex, sdpa
+
+BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (sdpa, flex, chunked)}
+
+
+def preference(problem: Problem) -> list[ModuleType]:
+    """The backends from the fastest to the slowest for a call, whether they can serve it or not."""
+    if problem.device.type == "cpu":
+        # flex compiles for seconds per kind of call, so on a CPU it runs only when asked for.
+        return [chunked, sdpa, flex] if _skips_most(problem) else [sdpa, chunked, flex]
+    if problem.visibility.limits == (None, 0) and not problem.visibility.by_data:
+        return [sdpa, flex, chunked]
+    return [sdpa, flex, chunked] if problem.visibility.full else [flex, sdpa, chunked]
+
+
+def _skips_most(problem: Problem) -> bool:
+    """Whether a window leaves so few keys per row that passing over blocks beats a fused kernel
+    that computes the whole square (measured: from about a third of the keys on)."""
+    if torch.compiler.is_compiling():
+        return False
+    left, right = problem.visibility.limits
+    if left is None:
+        return False
+    return 3 * (left + 1 + (problem.S if right is None else right)) < problem.S
+
+
+def why_later(problem: Problem, backend: ModuleType, chosen: ModuleType) -> str:
+    """Why a backend that could serve a call is not the one that does."""
+    if problem.device.type == "cpu" and backend is flex:
+        return "would serve, but compiles for seconds, so on a CPU it runs only when asked for"
+    order = preference(problem)
+    if order.index(backend) < order.index(chosen):
+        return f"would serve, and is faster for this kind of call, but {chosen.NAME} was asked for"
+    return f"would serve, but {chosen.NAME} is faster for this kind of call"
+
+
+def choose(problem: Problem, name: str = "auto") -> ModuleType:
+    """The backend that runs a call.
+
+    Raises:
+        ValueError: there is no backend of that name. NotImplementedError: the named one cannot
+        serve this call; the sentence says why, and what would.
+    """
+    if name == "auto":
+        return next(b for b in preference(problem) if b.why_not(problem) is None)
+    backend = named(name)
+    reason = backend.why_not(problem)
+    if reason is not None:
+        raise NotImplementedError(
+            f'attention(backend="{name}"): {reason}; backend="auto" runs this call with '
+            f"{choose(problem).NAME}"
+        )
+    return backend
+
+
+def named(name: str) -> ModuleType:
+    """The backend of a name; raises ValueError for a name that there is not."""
+    if name not in BACKENDS:
+        known = ", ".join(f'"{known}"' for known in ("auto", *BACKENDS))
+        raise ValueError(f"attention: backend is {name!r}; it must be one of {known}")
+    return BACKENDS[name]

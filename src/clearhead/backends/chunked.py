@@ -1,0 +1,383 @@
+"""Attention in plain torch, a block of rows at a time: any device, any dtype, every feature.
+
+    for a group of heads, for a block of rows i, with all the keys j that these rows may see:
+    1   s_ij = scale * (q_i . k_j), cap, bias; -inf where blocked
+    2   m_i  = max_j s_ij, and sink_h       the block holds whole rows, so this is the true maximum
+    3   p_ij = exp(s_ij - m_i)              and nothing is ever rescaled
+    4   z_i  = sum_j p_ij + exp(sink_h - m_i)
+    5   out_i = (sum_j dropout(p_ij) v_j) / z_i
+
+One block of scores is all the memory it takes: O(L + S) per head. The backward rebuilds p from the
+saved m and z and takes the same steps in reverse. Second derivatives, forward-mode AD and
+torch.func transforms use `dense`: the same arithmetic without blocks, all L * S scores in memory.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem, in_transform
+from ..results import Aux
+from ..visibility import cut
+from .blocks import (
+    Block,
+    all_finite,
+    cut_into_blocks,
+    inert,
+    keep_tile,
+    seen,
+    spoil,
+    survivors_scale,
+    times,
+    times_across,
+)
+
+NAME = "chunked"
+
+
+def why_not(problem: Problem) -> str | None:
+    """None: this backend serves every call."""
+    return None
+
+
+def describe(problem: Problem) -> str:
+    """How this backend would run the call."""
+    if in_transform():
+        return "plain torch with all scores at once, because a torch.func transform is at work"
+    return "plain torch, a block of rows at a time, memory O(L + S) per head"
+
+
+def forward(problem: Problem) -> tuple[Tensor, Aux]:
+    """Compute out (B, H, L, Dv), in query's dtype, and what problem.aux asks for."""
+    seed = draw_seed(problem)
+    wanted = problem.aux
+    if in_transform():
+        out, lse, weights = dense(problem, seed)
+        return out, Aux(lse if wanted.lse else None, weights if wanted.weights else None)
+    out, lse, _, _ = attend(*flat(problem, seed))
+    return out, Aux(lse if wanted.lse else None, dense(problem)[2] if wanted.weights else None)
+
+
+def draw_seed(problem: Problem) -> Tensor | None:
+    """One number per batch item from torch's generator, or None without dropout."""
+    if problem.dropout_p == 0:
+        return None
+    return torch.randint(0, 2**31, (problem.B,), device=problem.device)
+
+
+# -- all at once ----------------------------------------------------------------------------------
+
+
+def dense(problem: Problem, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Out, lse and weights (B, H, L, S) in one piece, by ops that torch can differentiate again.
+
+    What is not finite in key and value is taken out of the products and put back only where a row
+    may see it, since 0 * NaN would reach every row otherwise.
+    """
+    p, dtype = problem, problem.compute_dtype
+    B, H, L, S = p.B, p.H, p.L, p.S
+    q, k, v = (t.to(dtype) for t in (p.query, p.key, p.value))
+    k, v = (t.repeat_interleave(p.G, dim=1) if p.Hkv != H else t for t in (k, v))
+    allowed = p.allowed_tile(0, L, 0, S)
+    if allowed is None:
+        allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=p.device)
+
+    finite_q, finite_k = (t.isfinite().all(-1, keepdim=True) for t in (q, k))
+    products = torch.where(finite_q, q, 0) @ torch.where(finite_k, k, 0).mT
+    raw = q.detach() @ k.detach().mT
+    s = torch.where(finite_q & finite_k.mT, products, raw) * p.scale
+    if p.softcap is not None:
+        s = p.softcap * torch.tanh(s / p.softcap)
+    added = p.bias_tile(0, L, 0, S)
+    if added is not None:
+        s = s + torch.where(allowed, added, 0)
+
+    sinks = None if p.sinks is None else p.sinks.to(dtype)[:, None, None]
+    seen = torch.where(allowed, s.detach(), -math.inf)
+    m = seen.amax(-1, keepdim=True) if S else seen.sum(-1, keepdim=True) - math.inf
+    empty = m == -math.inf
+    m = m if sinks is None else torch.maximum(m, sinks.detach())
+    m = torch.where(m == -math.inf, 0, m)
+    e = torch.where(allowed, torch.exp(torch.where(allowed, s, 0) - m), 0)
+    z = e.sum(-1, keepdim=True)
+    z = z if sinks is None else z + torch.exp(sinks - m)
+    z = torch.where(empty, 1, z)
+    weights = e / z
+    lse = torch.where(empty, -math.inf, m + torch.log(z)).squeeze(-1)
+
+    kept = weights
+    if seed is not None:
+        keep = keep_tile(p, seed, slice(None), slice(None), 0, L, 0, S)
+        kept = weights * keep * survivors_scale(p.dropout_p)
+    out = kept @ torch.where(v.isfinite(), v, 0)
+    out = out + spoil(torch.matmul, allowed.expand(B, H, L, S).to(dtype), v.detach())
+    return out.to(p.dtype), lse, weights
+
+
+# -- block by block -------------------------------------------------------------------------------
+
+
+def _stabilizer(m: Tensor) -> Tensor:
+    """m, and 0 for a row that sees nothing, whose scores are all -inf."""
+    return m.masked_fill(m == -math.inf, 0)
+
+
+@torch.library.custom_op("clearhead::chunked", mutates_args=())
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    float_mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    key_mask: Tensor | None,
+    doc_q: Tensor | None,
+    doc_k: Tensor | None,
+    seed: Tensor | None,
+    left: int | None,
+    right: int | None,
+    scale: float,
+    softcap: float | None,
+    dropout_p: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The forward pass as an op: out, lse, m and z (B, H, L); m = -inf and z = 0 where empty."""
+    p = Problem(query, key, value, float_mask, bias, sinks, alibi_slopes, mask, key_mask, doc_q,
+                doc_k, left, right, scale, softcap, dropout_p, deterministic)  # fmt: skip
+    out = query.new_zeros(p.B, p.H, p.L, p.Dv)
+    m = query.new_full((p.B, p.H, p.L, 1), -math.inf, dtype=p.compute_dtype)
+    z = torch.zeros_like(m)
+    with torch.autocast(p.device.type, enabled=False):
+        safe = all_finite(value)
+        for block in cut_into_blocks(p):
+            parts = _forward_block(block, seed, safe)
+            for whole, part in zip((out, m, z), parts, strict=True):
+                rows = slice(block.above, part.shape[-2] - block.below)
+                block.heads(whole)[..., block.i0 : block.i1, :] = part[..., rows, :]
+    lse = torch.where(m == -math.inf, m, m + z.log())
+    return out, lse.squeeze(-1), m.squeeze(-1), z.squeeze(-1)
+
+
+def _forward_block(block: Block, seed: Tensor | None, safe: bool) -> tuple[Tensor, Tensor, Tensor]:
+    p = block.problem
+    q_i = block.rows(p.query)
+    s_ij, see = [], []
+    for tile in block.tiles:
+        allowed = block.allowed(tile)
+        s_ij.append(block.scores(q_i, block.keys(p.key, tile), tile, allowed)[0])
+        see.append(None if safe else seen(allowed, s_ij[-1]))
+
+    m_i = torch.cat([s.amax(-1, keepdim=True) for s in s_ij], -1).amax(-1, keepdim=True)
+    empty = m_i == -math.inf
+    if p.sinks is not None:
+        m_i = torch.maximum(m_i, block.sinks(p.sinks))
+    base = _stabilizer(m_i)
+    z_i = torch.zeros_like(m_i) if p.sinks is None else (block.sinks(p.sinks) - base).exp()
+    out_i = q_i.new_zeros(*q_i.shape[:-1], p.Dv)
+    for tile, s, see_ij in zip(block.tiles, s_ij, see, strict=True):
+        p_ij = s.sub_(base).exp_()
+        z_i = z_i + p_ij.sum(-1, keepdim=True)
+        if seed is not None:
+            p_ij *= block.keep(seed, tile)
+        out_i += inert(times, p_ij, block.keys(p.value, tile), see_ij)
+    if seed is not None:
+        out_i *= survivors_scale(p.dropout_p)
+    out_i /= z_i.masked_fill(empty, 1)
+    return out_i, m_i.masked_fill(empty, -math.inf), z_i.masked_fill(empty, 0)
+
+
+@attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, ...]:
+    B, H, L, _ = query.shape
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    row = query.new_empty(B, H, L, dtype=dtype)
+    out = query.new_empty(B, H, L, value.shape[-1])
+    return out, row, torch.empty_like(row), torch.empty_like(row)
+
+
+@torch.library.custom_op("clearhead::chunked_backward", mutates_args=())
+def attend_backward(
+    d_out: Tensor,
+    d_lse: Tensor,
+    m: Tensor,
+    z: Tensor,
+    needs: list[bool],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    float_mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    key_mask: Tensor | None,
+    doc_q: Tensor | None,
+    doc_k: Tensor | None,
+    seed: Tensor | None,
+    left: int | None,
+    right: int | None,
+    scale: float,
+    softcap: float | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the seven differentiable tensors; an empty tensor where not needed."""
+    p = Problem(query, key, value, float_mask, bias, sinks, alibi_slopes, mask, key_mask, doc_q,
+                doc_k, left, right, scale, softcap, dropout_p)  # fmt: skip
+    grads = [
+        torch.zeros_like(t, dtype=p.compute_dtype) if t is not None and need else query.new_empty(0)
+        for t, need in zip(p.differentiable, needs, strict=True)
+    ]
+    with torch.autocast(p.device.type, enabled=False):
+        # A row whose maximum is not finite has NaN in places that its blocked keys must not get.
+        safe = all_finite(query, key, value, d_out, d_lse) and bool((m < math.inf).all())
+        for block in cut_into_blocks(p):
+            _backward_block(block, d_out, d_lse, m, z, seed, safe, grads)
+    inputs = [t if t is not None else query for t in p.differentiable]
+    dq, dk, dv, d_mask, d_bias, d_sinks, d_slopes = (
+        g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)
+    )
+    return dq, dk, dv, d_mask, d_bias, d_sinks, d_slopes
+
+
+def _backward_block(
+    block: Block,
+    d_out: Tensor,
+    d_lse: Tensor,
+    m: Tensor,
+    z: Tensor,
+    seed: Tensor | None,
+    safe: bool,
+    grads: list[Tensor],
+) -> None:
+    """Add one block to the gradients, by steps 5 to 1 of the forward in reverse."""
+    p, (tile,) = block.problem, block.tiles
+    dq, dk, dv, d_mask, d_bias, d_sinks, d_slopes = grads
+    q_i, dout_i = block.rows(p.query), block.rows(d_out)
+    m_i, z_i, dlse_i = (block.rows(t.unsqueeze(-1)) for t in (m, z, d_lse))
+    k_j, v_j = block.keys(p.key, tile), block.keys(p.value, tile)
+    allowed = block.allowed(tile)
+    blocked = None if safe or allowed is None else ~allowed
+
+    # Steps 1 to 4 again: w_ij = p_ij / z_i.
+    s_ij, tanh_ij = block.scores(q_i, k_j, tile, allowed)
+    empty = m_i == -math.inf
+    z_i = z_i.masked_fill(empty, 1)
+    w_ij = _erase(s_ij.sub_(_stabilizer(m_i)).exp_().div_(z_i), blocked)
+    see = None if safe else seen(allowed, w_ij)
+
+    # 5   out_i = sum_j dropout(w_ij) v_j
+    dw_ij, kept_ij = _erase(times(dout_i, v_j.mT), blocked), w_ij
+    if seed is not None:
+        survive = block.keep(seed, tile) * survivors_scale(p.dropout_p)
+        kept_ij, dw_ij = w_ij * survive, dw_ij.mul_(survive)
+    if dv.numel():
+        _add_keys(block, dv, tile, inert(times_across, kept_ij, dout_i, see))
+
+    # 4, 3   w_ij = exp(s_ij - lse_i): the maximum cancels, so it is never differentiated
+    delta_i = (w_ij * dw_ij).sum(-1, keepdim=True) - dlse_i
+    ds_ij = _erase(dw_ij.sub_(delta_i).mul_(w_ij), blocked)
+    if d_sinks.numel():
+        assert p.sinks is not None
+        w_sink = (block.sinks(p.sinks) - _stabilizer(m_i)).exp().div(z_i)
+        ds_sink = (-delta_i * w_sink).masked_fill(empty, 0)
+        _add_reduced(block.heads(d_sinks[None, :, None, None]), ds_sink)
+
+    # 1   s_ij = softcap * tanh(scale * (q_i . k_j) / softcap) + bias_ij
+    for d_added in (d_mask, d_bias):
+        if d_added.numel():
+            _add_reduced(block.heads(cut(d_added, block.i0, block.i1, *tile)), ds_ij)
+    if d_slopes.numel():
+        distance = p.distance(block.i0, block.i1, *tile)
+        _add_reduced(block.heads(d_slopes[..., None, None]), ds_ij * -distance)
+    if tanh_ij is not None:
+        ds_ij.mul_(_erase(tanh_ij.square_().neg_().add_(1), blocked))
+    if dq.numel():
+        dq_i = inert(times, ds_ij, k_j, see)
+        block.heads(dq)[..., block.i0 : block.i1, :] += dq_i.mul_(p.scale)
+    if dk.numel():
+        _add_keys(block, dk, tile, inert(times_across, ds_ij, q_i, see).mul_(p.scale))
+
+
+def _erase(x: Tensor, blocked: Tensor | None) -> Tensor:
+    return x if blocked is None else x.masked_fill_(blocked, 0)
+
+
+def _add_keys(block: Block, whole: Tensor, tile: tuple[int, int], part: Tensor) -> None:
+    whole[block.b, block.g, tile[0] : tile[1]] += part
+
+
+def _add_reduced(whole: Tensor, part: Tensor) -> None:
+    """Add to a view what was broadcast from it, summed over the axes it was broadcast along."""
+    whole += part.sum_to_size(whole.shape)
+
+
+@attend_backward.register_fake
+def _(d_out: Tensor, d_lse: Tensor, m: Tensor, z: Tensor, needs: list[bool], *inputs: Any) -> tuple:
+    return tuple(
+        torch.empty_like(t) if t is not None and need else d_out.new_empty(0)
+        for t, need in zip(inputs[:7], needs, strict=True)
+    )
+
+
+# -- derivatives ----------------------------------------------------------------------------------
+
+
+def flat(problem: Problem, seed: Tensor | None) -> tuple:
+    """The arguments of the op for a call."""
+    p = problem
+    return (*p.differentiable, p.mask, p.key_mask, p.doc_q, p.doc_k, seed, p.left, p.right, p.scale,
+            p.softcap, p.dropout_p, p.deterministic)  # fmt: skip
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    _, _, m, z = output
+    ctx.save_for_backward(*inputs[:12], m, z)
+    ctx.numbers = inputs[12:]
+
+
+def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, *_: Tensor) -> tuple:
+    *tensors, m, z = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:7])
+    grads = attend_backward(d_out, d_lse, m, z, needs, *tensors, *ctx.numbers[:-1])
+    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), *[None] * 11)
+
+
+attend.register_autograd(_backward, setup_context=_save)
+
+
+def _save_again(ctx: Any, inputs: tuple, output: tuple) -> None:
+    d_out, d_lse, _, _, ctx.needs, *rest = inputs
+    ctx.save_for_backward(d_out, d_lse, *rest[:12])
+    ctx.numbers = rest[12:]
+
+
+def _backward_again(ctx: Any, *grads: Tensor) -> tuple:
+    """The derivative of the gradients, by torch's own derivatives of `dense`."""
+    d_out, d_lse, *tensors = ctx.saved_tensors
+    left, right, scale, softcap, dropout_p = ctx.numbers
+    wanted = [n for n, need in enumerate(ctx.needs) if need]
+
+    def outputs(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        full: list[Any] = list(tensors)
+        for n, tensor in zip(wanted, inputs, strict=True):
+            full[n] = tensor
+        numbers: list[Any] = [left, right, scale, softcap, dropout_p]
+        out, lse, _ = dense(Problem(*full[:11], *numbers), seed=full[11])
+        return out, lse
+
+    def gradients(d_out: Tensor, d_lse: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vjp(outputs, *inputs)[1]((d_out, d_lse))
+
+    pull = torch.func.vjp(gradients, d_out, d_lse, *(tensors[n] for n in wanted))[1]
+    dd_out, dd_lse, *found = pull(tuple(grads[n] for n in wanted))
+    result: list[Tensor | None] = [None] * 7
+    for n, grad in zip(wanted, found, strict=True):
+        result[n] = grad
+    return (dd_out, dd_lse, None, None, None, *result, *[None] * 10)
+
+
+attend_backward.register_autograd(_backward_again, setup_context=_save_again)

@@ -1,0 +1,117 @@
+"""One call of attention as an object: what backends are asked about and what they compute.
+
+A `Problem` always has four axes, (B, H, L, D); any other leading axes of the call are folded into B
+(by `arguments.make_problem`, which also checks everything) and restored by `unfold`.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .results import AuxRequest
+from .visibility import Visibility, cut
+
+
+@dataclass
+class Problem:
+    """One checked call. All tensors have their leading axes folded into B.
+
+    Attributes:
+        query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv): same dtype and device.
+        mask: bool, True = may attend. float_mask, bias: added to the scores; -inf blocks. Each has
+            four axes that broadcast to (B, H, L, S). sinks (H,), alibi_slopes (B or 1, H).
+        key_mask (B or 1, S), doc_q (B or 1, L), doc_k (B or 1, S), left, right: see Visibility.
+        lead: the leading axes that B stands for.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    float_mask: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    mask: Tensor | None = None
+    key_mask: Tensor | None = None
+    doc_q: Tensor | None = None
+    doc_k: Tensor | None = None
+    left: int | None = None
+    right: int | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    aux: AuxRequest = field(default_factory=AuxRequest)
+    head_mask: Tensor | None = None
+    lead: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.B, self.H, self.L, self.D = self.query.shape
+        self.Hkv, self.S, self.Dv = self.value.shape[1:]
+        self.G = self.H // max(self.Hkv, 1)
+        self.device = self.query.device
+        self.dtype = self.query.dtype
+        self.compute_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.visibility = Visibility(
+            self.L, self.S, self.left, self.right, self.key_mask, self.doc_q, self.doc_k, self.mask
+        )
+
+    @property
+    def added(self) -> list[Tensor]:
+        """What is added to the scores as it stands, without ALiBi."""
+        return [t for t in (self.float_mask, self.bias) if t is not None]
+
+    @property
+    def differentiable(self) -> list[Tensor | None]:
+        """The seven tensors that gradients may flow to, in the order of the fields."""
+        return [self.query, self.key, self.value, self.float_mask, self.bias, self.sinks,
+                self.alibi_slopes]  # fmt: skip
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether autograd will want a backward pass of this call."""
+        return torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in self.differentiable
+        )
+
+    def allowed_tile(self, i0: int, i1: int, j0: int, j1: int) -> Tensor | None:
+        """Who may look at whom in a tile, the -inf entries of float masks among the rules: bool,
+        broadcasts to (B, H, i1 - i0, j1 - j0); None where everything is visible."""
+        allowed = self.visibility.tile(i0, i1, j0, j1, self.device)
+        for tensor in self.added:
+            not_blocked = cut(tensor, i0, i1, j0, j1) != -math.inf
+            allowed = not_blocked if allowed is None else allowed & not_blocked
+        return allowed
+
+    def bias_tile(self, i0: int, i1: int, j0: int, j1: int) -> Tensor | None:
+        """All that is added to the scores of a tile, ALiBi included, in the compute dtype."""
+        parts = [cut(t, i0, i1, j0, j1).to(self.compute_dtype) for t in self.added]
+        if self.alibi_slopes is not None:
+            slopes = self.alibi_slopes.to(self.compute_dtype)[..., None, None]
+            parts.append(-slopes * self.distance(i0, i1, j0, j1))
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else functools.reduce(torch.add, parts)
+
+    def distance(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
+        """|own key - j| of a tile, (i1 - i0, j1 - j0), in the compute dtype."""
+        own = torch.arange(i0, i1, device=self.device) + (self.S - self.L)
+        j = torch.arange(j0, j1, device=self.device)
+        return (own[:, None] - j).abs().to(self.compute_dtype)
+
+    def unfold(self, tensor: Tensor) -> Tensor:
+        """Give a result (B, ...) the leading axes that the call came with."""
+        if len(self.lead) == 1:
+            return tensor
+        return tensor.reshape(*self.lead, *tensor.shape[1:])
+
+
+def in_transform() -> bool:
+    """Whether torch.func (vmap, grad, jvp, ...) or forward-mode AD is at work around this call."""
+    return not torch.compiler.is_compiling() and (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
