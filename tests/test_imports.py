@@ -67,13 +67,8 @@ RULES = {
     "inspection.*": Rule(ours=("inspection", "module", "functional", *GROUND)),
     "view": Rule(ours=("view",), theirs=("rich",)),
     "view.*": Rule(ours=("view",), theirs=("rich",)),
-    "planted": Rule(ours=("functional", *GROUND)),
-    "testing": Rule(
-        ours=(
-            *("planted", "backends", "arguments", "explanation", "functional", "module"),
-            *("convert", "compat", "inspection", *GROUND),
-        )
-    ),
+    "testing": Rule(ours=("testing", "functional", *GROUND)),
+    "testing.*": Rule(ours=("functional", *GROUND)),
     "cli": Rule(ours=(ANYTHING,), theirs=(ANYTHING,)),
 }
 # A name that is made while running can be read by nobody; only the chooser of backends may use one.

@@ -59,9 +59,10 @@ def explain(
     Takes attention's arguments, raises its errors for sizes and kinds, and computes nothing but the
     checks that choosing needs (some look at the numbers, since NaN decides too).
 
+    >>> import torch
     >>> x = torch.randn(1, 2, 5, 8)
-    >>> explain(x, x, x, softcap=30.0).reasons["sdpa"]
-    "torch's fused kernels have no softcap"
+    >>> print(explain(x, x, x, softcap=30.0).reasons["sdpa"])
+    torch's fused kernels have no softcap
     """
     problem = make_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, bias=bias,

@@ -213,11 +213,13 @@ class MultiHeadAttention(nn.Module):
         out = self.out_proj(out)
         return out if aux is None else (out, aux)
 
-    def _split(self, projected: Tensor, heads: int, norm: nn.Module | None) -> Tensor:
+    def _split(
+        self, projected: Tensor, heads: int, norm: nn.RMSNorm | nn.LayerNorm | None
+    ) -> Tensor:
         """(..., L, heads * size) -> (..., heads, L, size): no number changes, only the grouping."""
         blocks = projected.unflatten(-1, (heads, -1))
-        if norm is not None:
-            blocks = norm(blocks)
+        if norm is not None:  # in the precision of its weights, which autocast leaves alone
+            blocks = norm(blocks.to(norm.weight.dtype)).to(blocks.dtype)
         return blocks.transpose(-3, -2)
 
     def _window(self) -> tuple[int | None, int | None] | None:
@@ -251,27 +253,34 @@ class MultiHeadAttention(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """The sizes and the options that differ from the textbook."""
-        parts = [f"input_dim={self.input_dim}", f"head_dim={self.head_dim}",
-                 f"num_heads={self.num_heads}"]  # fmt: skip
-        plain = {
+        """The sizes, and the options that differ from the defaults, in the constructor's words."""
+        has = {
+            "qkv_bias": getattr(self.W_query, "bias", None) is not None,
+            "out_bias": getattr(self.out_proj, "bias", None) is not None,
+            "sinks": self.sinks is not None,
+            "gate": self.W_gate is not None,
+        }
+        usual = {
             "num_kv_heads": self.num_heads,
             "context_dim": self.input_dim,
             "value_head_dim": self.head_dim,
+            "output_dim": self.num_heads * self.value_head_dim,
+            "qkv_bias": False,
+            "out_bias": False,
             "is_causal": True,
             "sliding_window": None,
             "scale": None,
             "qk_norm": None,
             "softcap": None,
+            "sinks": False,
             "alibi": False,
+            "gate": False,
             "dropout": 0.0,
             "backend": "auto",
         }
-        for name, usual in plain.items():
-            if getattr(self, name) != usual:
-                parts.append(f"{name}={getattr(self, name)!r}")
-        if self.sinks is not None:
-            parts.append("sinks=True")
+        options = {name: has[name] if name in has else getattr(self, name) for name in usual}
+        parts = [f"{name}={getattr(self, name)}" for name in ("input_dim", "head_dim", "num_heads")]
+        parts += [f"{name}={is_!r}" for name, is_ in options.items() if is_ != usual[name]]
         return ", ".join(parts)
 
     @classmethod

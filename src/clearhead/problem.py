@@ -86,6 +86,11 @@ class Problem:
             allowed = not_blocked if allowed is None else allowed & not_blocked
         return allowed
 
+    @functools.cached_property
+    def allowed(self) -> Tensor | None:
+        """The whole of `allowed_tile`, once: memory for what the rules do not broadcast."""
+        return self.allowed_tile(0, self.L, 0, self.S)
+
     def bias_tile(self, i0: int, i1: int, j0: int, j1: int) -> Tensor | None:
         """All that is added to the scores of a tile, ALiBi included, in the compute dtype."""
         parts = [cut(t, i0, i1, j0, j1).to(self.compute_dtype) for t in self.added]

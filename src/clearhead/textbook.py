@@ -141,8 +141,9 @@ def attention_by_definition(
 
     # As nested lists, because the loop below asks about one place at a time.
     closed_at = [t.tolist() for t in closed]
-    open_key = None if key_mask is None else key_mask.tolist()
-    number_q, number_k = ([] if t is None else t.tolist() for t in (doc_q, doc_k))
+    open_key = None if key_mask is None else key_mask.expand(B, S).tolist()
+    number_q = [] if doc_q is None else doc_q.expand(B, L).tolist()
+    number_k = [] if doc_k is None else doc_k.expand(B, S).tolist()
 
     def may_attend(b: int, h: int, i: int, j: int) -> bool:
         own = i + (S - L)
@@ -174,11 +175,13 @@ def attention_by_definition(
             distance = (i + (S - L) - torch.tensor(J, device=s.device)).abs()
             s = s - alibi_slopes.double().expand(B, H)[b, h] * distance
         logits = s if sinks is None else torch.cat([s, sinks[h].double().view(1)])
-        w = torch.softmax(logits, dim=0)[: len(J)]
+        m = logits.detach().max()  # a constant: it cancels, so it has no derivative
+        e = torch.exp(logits - m)
+        w = e[: len(J)] / e.sum()
 
         kept = w if keep is None else w * keep.expand(B, H, L, S)[b, h, i, J] * survivors_scale
         out.append(kept @ value[b, g, J])
-        lse.append(torch.logsumexp(logits, dim=0))
+        lse.append(m + torch.log(e.sum()))
         weights.append(query.new_zeros(S).index_put((torch.tensor(J, device=w.device),), w))
 
     result = _stack(out, query, (B, H, L, Dv))

@@ -82,7 +82,7 @@ class Block:
     ) -> tuple[Tensor, Tensor | None]:
         """Step 1: s_ij (b, g, G, rows, keys), and tanh(s / softcap) where there is a softcap."""
         softcap = self.problem.softcap
-        s, tanh = times(q * self.problem.scale, k.mT), None
+        s, tanh = times(q, k.mT, self.problem.scale), None
         if softcap is not None:
             tanh = s.div_(softcap).tanh_()
             s = tanh * softcap
@@ -92,6 +92,23 @@ class Block:
         if allowed is not None:
             s.masked_fill_(~allowed, -math.inf)
         return s, tanh
+
+    def crop(self, tensor: Tensor, tile: Tile) -> tuple[Tensor, Tile]:
+        """(..., rows, keys) of whole tiles -> what is of the call, and its keys."""
+        j1 = min(tile[1], self.problem.S)
+        rows = slice(self.above, tensor.shape[-2] - self.below)
+        return tensor[..., rows, : j1 - tile[0]], (tile[0], j1)
+
+    def put_rows(self, whole: Tensor, part: Tensor, add: bool = False) -> None:
+        """Write (b, g, G, rows, n) of whole tiles to its place in (B, H, L, n), or add it there."""
+        place = self.heads(whole)[..., self.i0 : self.i1, :]
+        part = part[..., self.above : part.shape[-2] - self.below, :]
+        _ = place.add_(part) if add else place.copy_(part)
+
+    def add_keys(self, whole: Tensor, part: Tensor, tile: Tile) -> None:
+        """Add (b, g, keys, n) of a whole tile to its place in (B, Hkv, S, n)."""
+        j1 = min(tile[1], self.problem.S)
+        whole[self.b, self.g, tile[0] : j1] += part[:, :, : j1 - tile[0]]
 
     def sinks(self, sinks: Tensor) -> Tensor:
         """(H,) -> (1, g, G, 1, 1) in the compute dtype."""
@@ -133,10 +150,13 @@ def cut_into_blocks(problem: Problem) -> Iterator[Block]:
         i0 = i1
 
 
-def times(rows: Tensor, matrix: Tensor) -> Tensor:
-    """(b, g, G, r, n) @ (b, g, n, c): the rows of a group in one product."""
+def times(rows: Tensor, matrix: Tensor, scale: float = 1.0) -> Tensor:
+    """scale * (b, g, G, r, n) @ (b, g, n, c): the rows of a group in one product."""
     b, g, G, r, n = rows.shape
-    return (rows.reshape(b, g, G * r, n) @ matrix).view(b, g, G, r, matrix.shape[-1])
+    rows, matrix = rows.reshape(b * g, G * r, n), matrix.flatten(0, 1)
+    unused = rows.new_empty(1, 1, 1)
+    product = torch.baddbmm(unused, rows, matrix, beta=0, alpha=scale)
+    return product.view(b, g, G, r, matrix.shape[-1])
 
 
 def times_across(left: Tensor, right: Tensor) -> Tensor:

@@ -156,8 +156,7 @@ def attend(
         for block in cut_into_blocks(p):
             parts = _forward_block(block, seed, safe)
             for whole, part in zip((out, m, z), parts, strict=True):
-                rows = slice(block.above, part.shape[-2] - block.below)
-                block.heads(whole)[..., block.i0 : block.i1, :] = part[..., rows, :]
+                block.put_rows(whole, part)
     lse = torch.where(m == -math.inf, m, m + z.log())
     return out, lse.squeeze(-1), m.squeeze(-1), z.squeeze(-1)
 
@@ -223,10 +222,11 @@ def attend_backward(
     scale: float,
     softcap: float | None,
     dropout_p: float,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the seven differentiable tensors; an empty tensor where not needed."""
     p = Problem(query, key, value, float_mask, bias, sinks, alibi_slopes, mask, key_mask, doc_q,
-                doc_k, left, right, scale, softcap, dropout_p)  # fmt: skip
+                doc_k, left, right, scale, softcap, dropout_p, deterministic)  # fmt: skip
     grads = [
         torch.zeros_like(t, dtype=p.compute_dtype) if t is not None and need else query.new_empty(0)
         for t, need in zip(p.differentiable, needs, strict=True)
@@ -254,60 +254,63 @@ def _backward_block(
     grads: list[Tensor],
 ) -> None:
     """Add one block to the gradients, by steps 5 to 1 of the forward in reverse."""
-    p, (tile,) = block.problem, block.tiles
+    p = block.problem
     dq, dk, dv, d_mask, d_bias, d_sinks, d_slopes = grads
     q_i, dout_i = block.rows(p.query), block.rows(d_out)
     m_i, z_i, dlse_i = (block.rows(t.unsqueeze(-1)) for t in (m, z, d_lse))
-    k_j, v_j = block.keys(p.key, tile), block.keys(p.value, tile)
-    allowed = block.allowed(tile)
-    blocked = None if safe or allowed is None else ~allowed
-
-    # Steps 1 to 4 again: w_ij = p_ij / z_i.
-    s_ij, tanh_ij = block.scores(q_i, k_j, tile, allowed)
-    empty = m_i == -math.inf
+    base, empty = _stabilizer(m_i), z_i == 0
     z_i = z_i.masked_fill(empty, 1)
-    w_ij = _erase(s_ij.sub_(_stabilizer(m_i)).exp_().div_(z_i), blocked)
-    see = None if safe else seen(allowed, w_ij)
+    delta_i, held = -dlse_i, []
 
-    # 5   out_i = sum_j dropout(w_ij) v_j
-    dw_ij, kept_ij = _erase(times(dout_i, v_j.mT), blocked), w_ij
-    if seed is not None:
-        survive = block.keep(seed, tile) * survivors_scale(p.dropout_p)
-        kept_ij, dw_ij = w_ij * survive, dw_ij.mul_(survive)
-    if dv.numel():
-        _add_keys(block, dv, tile, inert(times_across, kept_ij, dout_i, see))
+    for tile in block.tiles:
+        # Steps 1 to 4 again: w_ij = p_ij / z_i.
+        allowed = block.allowed(tile)
+        blocked = None if safe or allowed is None else ~allowed
+        s_ij, tanh_ij = block.scores(q_i, block.keys(p.key, tile), tile, allowed)
+        w_ij = _erase(s_ij.sub_(base).exp_().div_(z_i), blocked)
+        see = None if safe else seen(allowed, w_ij)
 
-    # 4, 3   w_ij = exp(s_ij - lse_i): the maximum cancels, so it is never differentiated
-    delta_i = (w_ij * dw_ij).sum(-1, keepdim=True) - dlse_i
-    ds_ij = _erase(dw_ij.sub_(delta_i).mul_(w_ij), blocked)
+        # 5   out_i = sum_j dropout(w_ij) v_j
+        dw_ij = _erase(times(dout_i, block.keys(p.value, tile).mT), blocked)
+        kept_ij = w_ij
+        if seed is not None:
+            survive = block.keep(seed, tile) * survivors_scale(p.dropout_p)
+            kept_ij, dw_ij = w_ij * survive, dw_ij.mul_(survive)
+        if dv.numel():
+            block.add_keys(dv, inert(times_across, kept_ij, dout_i, see), tile)
+        delta_i = delta_i + (w_ij * dw_ij).sum(-1, keepdim=True)
+        held.append((tile, blocked, tanh_ij, w_ij, dw_ij, see))
+
     if d_sinks.numel():
         assert p.sinks is not None
-        w_sink = (block.sinks(p.sinks) - _stabilizer(m_i)).exp().div(z_i)
+        w_sink = (block.sinks(p.sinks) - base).exp().div(z_i)
         ds_sink = (-delta_i * w_sink).masked_fill(empty, 0)
         _add_reduced(block.heads(d_sinks[None, :, None, None]), ds_sink)
 
-    # 1   s_ij = softcap * tanh(scale * (q_i . k_j) / softcap) + bias_ij
-    for d_added in (d_mask, d_bias):
-        if d_added.numel():
-            _add_reduced(block.heads(cut(d_added, block.i0, block.i1, *tile)), ds_ij)
-    if d_slopes.numel():
-        distance = p.distance(block.i0, block.i1, *tile)
-        _add_reduced(block.heads(d_slopes[..., None, None]), ds_ij * -distance)
-    if tanh_ij is not None:
-        ds_ij.mul_(_erase(tanh_ij.square_().neg_().add_(1), blocked))
-    if dq.numel():
-        dq_i = inert(times, ds_ij, k_j, see)
-        block.heads(dq)[..., block.i0 : block.i1, :] += dq_i.mul_(p.scale)
-    if dk.numel():
-        _add_keys(block, dk, tile, inert(times_across, ds_ij, q_i, see).mul_(p.scale))
+    for tile, blocked, tanh_ij, w_ij, dw_ij, see in held:
+        # 4, 3   w_ij = exp(s_ij - lse_i): the maximum cancels, so it is never differentiated
+        ds_ij = _erase(dw_ij.sub_(delta_i).mul_(w_ij), blocked)
+
+        # 1   s_ij = softcap * tanh(scale * (q_i . k_j) / softcap) + bias_ij
+        inner, cut_tile = block.crop(ds_ij, tile)
+        for d_added in (d_mask, d_bias):
+            if d_added.numel():
+                _add_reduced(block.heads(cut(d_added, block.i0, block.i1, *cut_tile)), inner)
+        if d_slopes.numel():
+            distance = p.distance(block.i0, block.i1, *cut_tile)
+            _add_reduced(block.heads(d_slopes[..., None, None]), inner * -distance)
+        if tanh_ij is not None:
+            ds_ij.mul_(_erase(tanh_ij.square_().neg_().add_(1), blocked))
+        if dq.numel():
+            block.put_rows(
+                dq, inert(times, ds_ij, block.keys(p.key, tile), see).mul_(p.scale), True
+            )
+        if dk.numel():
+            block.add_keys(dk, inert(times_across, ds_ij, q_i, see).mul_(p.scale), tile)
 
 
 def _erase(x: Tensor, blocked: Tensor | None) -> Tensor:
     return x if blocked is None else x.masked_fill_(blocked, 0)
-
-
-def _add_keys(block: Block, whole: Tensor, tile: tuple[int, int], part: Tensor) -> None:
-    whole[block.b, block.g, tile[0] : tile[1]] += part
 
 
 def _add_reduced(whole: Tensor, part: Tensor) -> None:
@@ -342,7 +345,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, *_: Tensor) -> tuple:
     *tensors, m, z = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:7])
-    grads = attend_backward(d_out, d_lse, m, z, needs, *tensors, *ctx.numbers[:-1])
+    grads = attend_backward(d_out, d_lse, m, z, needs, *tensors, *ctx.numbers)
     return (*(g if need else None for g, need in zip(grads, needs, strict=True)), *[None] * 11)
 
 
@@ -358,15 +361,13 @@ def _save_again(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward_again(ctx: Any, *grads: Tensor) -> tuple:
     """The derivative of the gradients, by torch's own derivatives of `dense`."""
     d_out, d_lse, *tensors = ctx.saved_tensors
-    left, right, scale, softcap, dropout_p = ctx.numbers
     wanted = [n for n, need in enumerate(ctx.needs) if need]
 
     def outputs(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         full: list[Any] = list(tensors)
         for n, tensor in zip(wanted, inputs, strict=True):
             full[n] = tensor
-        numbers: list[Any] = [left, right, scale, softcap, dropout_p]
-        out, lse, _ = dense(Problem(*full[:11], *numbers), seed=full[11])
+        out, lse, _ = dense(Problem(*full[:11], *ctx.numbers), seed=full[11])
         return out, lse
 
     def gradients(d_out: Tensor, d_lse: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -377,7 +378,7 @@ def _backward_again(ctx: Any, *grads: Tensor) -> tuple:
     result: list[Tensor | None] = [None] * 7
     for n, grad in zip(wanted, found, strict=True):
         result[n] = grad
-    return (dd_out, dd_lse, None, None, None, *result, *[None] * 10)
+    return (dd_out, dd_lse, None, None, None, *result, *[None] * 11)
 
 
 attend_backward.register_autograd(_backward_again, setup_context=_save_again)

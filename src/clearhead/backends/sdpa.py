@@ -16,6 +16,11 @@ from ..problem import Problem, in_transform
 from ..results import Aux
 
 NAME = "sdpa"
+# Rules go as a dense mask of L * S entries (times B or H where these have rules of their own).
+MAX_MASK = 1 << 26
+ONE_KEY = (
+    "no row sees two keys, so its scores have gradient 0, which torch's kernels miss by rounding"
+)
 
 
 def why_not(problem: Problem) -> str | None:
@@ -86,6 +91,8 @@ def _by_kind(p: Problem) -> str | None:
         return "torch's fused kernels have no second derivatives, which float64 is used to check"
     if min(p.B, p.H, p.L, p.S, p.D, p.Dv) == 0:
         return "an axis of size 0 takes torch's slow path"
+    if p.S == 1 and p.needs_grad:
+        return ONE_KEY
     if p.Dv != p.D:
         return f"value head size {p.Dv} differs from query's {p.D}, which takes torch's slow path"
     if p.device.type == "cpu" and p.dropout_p > 0:
@@ -117,6 +124,8 @@ def _by_numbers(p: Problem) -> str | None:
     """What only the numbers can tell."""
     if _plain(p):
         return None
+    if not _causal_square(p) and p.L * p.S > MAX_MASK:
+        return f"a mask of L * S = {p.L * p.S} entries would take more memory than all else"
     if p.device.type == "cpu":
         if torch.compiler.is_compiling():
             return (
@@ -130,15 +139,16 @@ def _by_numbers(p: Problem) -> str | None:
         return None
     if torch.compiler.is_compiling():
         return "whether every row has a key cannot be looked at while tracing"
-    allowed = p.allowed_tile(0, p.L, 0, p.S)
-    if allowed is not None and not bool(allowed.any(-1).all()):
+    if p.allowed is not None and not bool(p.allowed.any(-1).all()):
         return "some row may attend to no key, and torch's answers there differ between versions"
+    if p.allowed is not None and p.needs_grad and int(p.allowed.sum(-1).max()) == 1 < p.S:
+        return ONE_KEY
     return None
 
 
 def _dense_mask(p: Problem) -> Tensor:
     """Rules and biases as one mask that broadcasts to (B, H, L, S): bool, or in query's dtype."""
-    allowed, added = p.allowed_tile(0, p.L, 0, p.S), p.bias_tile(0, p.L, 0, p.S)
+    allowed, added = p.allowed, p.bias_tile(0, p.L, 0, p.S)
     if added is None:
         assert allowed is not None
         mask = allowed

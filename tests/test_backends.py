@@ -1,0 +1,152 @@
+"""Every backend on every case it claims, in every dtype: output, lse, weights, gradients."""
+
+import itertools
+
+import pytest
+import torch
+
+from clearhead import AuxRequest, attention, explain
+from clearhead.backends import BACKENDS, blocks
+from clearhead.testing import CASES, PLANTED_BUGS, check
+
+HALF = (torch.bfloat16, torch.float16)
+FULL = (torch.float32, torch.float64)
+NAMES = {case.name: case for case in CASES}
+
+
+def claims(backend, case, dtype, gradients):
+    """Whether explain says that the backend serves the case."""
+    query, key, value, rules = case.make(dtype)
+    query.requires_grad_(gradients)
+    for tensor in rules.values():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            tensor.requires_grad_(gradients)
+    return explain(query, key, value, **rules, backend=backend).backend is not None
+
+
+CLAIMED_BY_SDPA = [
+    (case.name, dtype, gradients)
+    for case, dtype, gradients in itertools.product(CASES, FULL + HALF, (False, True))
+    if claims("sdpa", case, dtype, gradients)
+]
+
+
+def test_names_of_cases_are_unique():
+    assert len(NAMES) == len(CASES)
+
+
+@pytest.mark.parametrize("dtype", FULL + HALF, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_chunked(name, dtype):
+    check(NAMES[name], dtype=dtype, backend="chunked")
+
+
+@pytest.mark.parametrize("scores", [1, 40, 300])
+@pytest.mark.parametrize("name", NAMES)
+def test_chunked_in_small_blocks(name, scores, monkeypatch):
+    """With small blocks the small cases are cut by rows, heads and items as large calls are."""
+    monkeypatch.setattr(blocks, "BLOCK", scores)
+    monkeypatch.setattr(blocks, "MIN_ROWS", 2)
+    check(NAMES[name], backend="chunked")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunked_deterministic(name):
+    def attend(**arguments):
+        return attention(**arguments, deterministic=True)
+
+    check(NAMES[name], attend, backend="chunked")
+
+
+@pytest.mark.parametrize(("name", "dtype", "gradients"), CLAIMED_BY_SDPA, ids=str)
+def test_sdpa(name, dtype, gradients):
+    check(NAMES[name], dtype=dtype, backend="sdpa", gradients=gradients, aux=False)
+
+
+def test_sdpa_claims_what_it_is_there_for():
+    claimed = {name for name, dtype, gradients in CLAIMED_BY_SDPA if dtype == torch.float32}
+    assert {"plain", "causal square", "causal with a past", "key mask", "bool mask"} <= claimed
+    assert ("float mask", torch.float32, False) in CLAIMED_BY_SDPA
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_auto_runs_what_explain_names(name, gradients):
+    """The same bits as the named backend, and nothing raises."""
+    query, key, value, rules = NAMES[name].make()
+    query.requires_grad_(gradients)
+    chosen = explain(query, key, value, **rules)
+    out = attention(query, key, value, **rules)
+    assert torch.equal(out, attention(query, key, value, **rules, backend=chosen.backend))
+    assert set(chosen.reasons) == set(BACKENDS) - {chosen.backend}
+    for other, reason in chosen.reasons.items():
+        serves = explain(query, key, value, **rules, backend=other)
+        if reason.startswith("would serve"):
+            assert serves.backend == other
+        else:
+            assert serves.backend is None and serves.reasons[other] == reason
+            with pytest.raises(NotImplementedError) as raised:
+                attention(query, key, value, **rules, backend=other)
+            assert str(raised.value).startswith(f'attention(backend="{other}"): {reason}; ')
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["causal square", "everything", "documents"])
+def test_asking_for_more_does_not_change_the_output(name, dtype):
+    """Neither lse, weights, nor gradients do, beyond the budget; within a backend not one bit."""
+    query, key, value, rules = NAMES[name].make(dtype)
+    alone = attention(query, key, value, **rules, backend="chunked")
+    request = AuxRequest(lse=True, weights=True)
+    out, aux = attention(query, key, value, **rules, backend="chunked", return_aux=request)
+    assert torch.equal(out, alone)
+    assert aux.lse.dtype == aux.weights.dtype == torch.float32
+    query.requires_grad_()
+    assert torch.equal(attention(query, key, value, **rules, backend="chunked").detach(), alone)
+    only_lse = attention(query, key, value, **rules, return_aux=AuxRequest(lse=True))[1]
+    assert torch.equal(only_lse.lse, aux.lse) and only_lse.weights is None
+
+
+@pytest.mark.parametrize("bug", PLANTED_BUGS)
+def test_every_planted_bug_is_caught(bug):
+    """Against the very cases that the real attention passes above."""
+    broken = PLANTED_BUGS[bug](attention)
+    likely = [case for case in CASES if case.L and case.S and case.H and case.D and case.B]
+    for case in likely:
+        try:
+            check(case, broken, backend="chunked")
+        except AssertionError:
+            return
+    pytest.fail(f"no case of the suite notices: {bug}")
+
+
+# -- FlexAttention compiles for seconds per kind of call, so a few calls stand for all -------------
+
+
+FLEX = {
+    "causal": {"is_causal": True},
+    "documents, window, key mask": {
+        "window": (9, 2),
+        "documents": (torch.arange(20)[None] // 8, torch.arange(23)[None] // 8),
+        "key_mask": torch.arange(23)[None] < torch.tensor([[23], [19]]),
+    },
+    "softcap, alibi, float mask": {
+        "softcap": 3.0,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+        "attn_mask": torch.linspace(-1, 1, 23),
+        "is_causal": True,
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("rules", FLEX.values(), ids=FLEX)
+def test_flex(rules):
+    from clearhead import attention_by_definition
+    from clearhead.testing import assert_within_budget, plain
+
+    query, key = torch.randn(2, 4, 20, 32), torch.randn(2, 2, 23, 32)
+    value = torch.randn(2, 2, 23, 16)
+    assert explain(query, key, value, **rules, backend="flex").backend == "flex"
+    out = attention(query, key, value, **rules, backend="flex")
+    gold = attention_by_definition(query, key, value, **rules)
+    assert_within_budget(out, gold, plain(query, key, value, **rules)[0])
