@@ -129,7 +129,7 @@ def test_see_an_encoder(minilm):
     )
     first = next(line for line in lines if line.startswith("The "))
     assert len(re.findall(r"\.\d\d ", first)) == 2  # it looks ahead as well
-    assert "Left out: [CLS] and [SEP] and the word itself." in lines
+    assert "Left out: itself, [CLS] and [SEP]." in lines
     assert "How much of its attention each head leaves on [CLS] and [SEP], in hundredths" in lines
 
 

@@ -50,8 +50,9 @@ RULES = {
     "arguments": Rule(ours=CALL),
     "backends": Rule(ours=("backends", *CALL)),
     "backends.*": Rule(ours=CALL),
-    # blocks is a part of chunked, no backend.
-    "backends.chunked": Rule(ours=("backends.blocks", "textbook", *CALL)),
+    # blocks and dense are parts of chunked, no backends.
+    "backends.dense": Rule(ours=("backends.blocks", *CALL)),
+    "backends.chunked": Rule(ours=("backends.blocks", "backends.dense", "textbook", *CALL)),
     "explanation": Rule(ours=("backends", "arguments", *CALL)),
     "functional": Rule(ours=("backends", "arguments", "explanation", *CALL)),
     # from_heads, to_heads and from_torch are doors to convert, which itself knows the module.

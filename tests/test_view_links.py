@@ -60,7 +60,7 @@ def test_links_of_each_word():
         "saw      she     ━━━━━ 1.0 16.0  dog     ━     .20 9.14  because ╸     .01 29.8",
         "it       saw     ━━╸   .50 1.1",
         ".        it      ━━    .40 0.0",
-        "Left out: the first token and the word itself.",
+        "Left out: itself, the first token.",
     ]
 
 
@@ -92,7 +92,7 @@ def test_words_that_look_nowhere():
     assert both[1:] == [
         "a  only <s> and </s>",
         "b  only <s> and </s>",
-        "Left out: <s> and </s> and the word itself.",
+        "Left out: itself, <s> and </s>.",
     ]
 
 

@@ -12,6 +12,7 @@ saved m and z and takes the same steps in reverse. Second derivatives, forward-m
 torch.func transforms use `dense`: the same arithmetic without blocks, all L * S scores in memory.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -26,13 +27,12 @@ from .blocks import (
     all_finite,
     cut_into_blocks,
     inert,
-    keep_tile,
     seen,
-    spoil,
     survivors_scale,
     times,
     times_across,
 )
+from .dense import dense, dense_weights
 
 NAME = "chunked"
 
@@ -56,8 +56,12 @@ def forward(problem: Problem) -> tuple[Tensor, Aux]:
     if in_transform():
         out, lse, weights = dense(problem, seed)
         return out, Aux(lse if wanted.lse else None, weights if wanted.weights else None)
-    out, lse, _, _ = attend(*flat(problem, seed))
-    return out, Aux(lse if wanted.lse else None, dense(problem)[2] if wanted.weights else None)
+    out, lse, m, z = attend(*flat(problem, seed))
+    aux = Aux(lse if wanted.lse else None)
+    if wanted.weights:
+        traced = problem.needs_grad or torch.compiler.is_compiling()
+        aux.weights = dense_weights(problem)[0] if traced else block_weights(problem, m, z)
+    return out, aux
 
 
 def draw_seed(problem: Problem) -> Tensor | None:
@@ -65,55 +69,6 @@ def draw_seed(problem: Problem) -> Tensor | None:
     if problem.dropout_p == 0:
         return None
     return torch.randint(0, 2**31, (problem.B,), device=problem.device)
-
-
-# -- all at once ----------------------------------------------------------------------------------
-
-
-def dense(problem: Problem, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Out, lse and weights (B, H, L, S) in one piece, by ops that torch can differentiate again.
-
-    What is not finite in key and value is taken out of the products and put back only where a row
-    may see it, since 0 * NaN would reach every row otherwise.
-    """
-    p, dtype = problem, problem.compute_dtype
-    B, H, L, S = p.B, p.H, p.L, p.S
-    q, k, v = (t.to(dtype) for t in (p.query, p.key, p.value))
-    k, v = (t.repeat_interleave(p.G, dim=1) if p.Hkv != H else t for t in (k, v))
-    allowed = p.allowed_tile(0, L, 0, S)
-    if allowed is None:
-        allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=p.device)
-
-    finite_q, finite_k = (t.isfinite().all(-1, keepdim=True) for t in (q, k))
-    products = torch.where(finite_q, q, 0) @ torch.where(finite_k, k, 0).mT
-    raw = q.detach() @ k.detach().mT
-    s = torch.where(finite_q & finite_k.mT, products, raw) * p.scale
-    if p.softcap is not None:
-        s = p.softcap * torch.tanh(s / p.softcap)
-    added = p.bias_tile(0, L, 0, S)
-    if added is not None:
-        s = s + torch.where(allowed, added, 0)
-
-    sinks = None if p.sinks is None else p.sinks.to(dtype)[:, None, None]
-    seen = torch.where(allowed, s.detach(), -math.inf)
-    m = seen.amax(-1, keepdim=True) if S else seen.sum(-1, keepdim=True) - math.inf
-    empty = m == -math.inf
-    m = m if sinks is None else torch.maximum(m, sinks.detach())
-    m = torch.where(m == -math.inf, 0, m)
-    e = torch.where(allowed, torch.exp(torch.where(allowed, s, 0) - m), 0)
-    z = e.sum(-1, keepdim=True)
-    z = z if sinks is None else z + torch.exp(sinks - m)
-    z = torch.where(empty, 1, z)
-    weights = e / z
-    lse = torch.where(empty, -math.inf, m + torch.log(z)).squeeze(-1)
-
-    kept = weights
-    if seed is not None:
-        keep = keep_tile(p, seed, slice(None), slice(None), 0, L, 0, S)
-        kept = weights * keep * survivors_scale(p.dropout_p)
-    out = kept @ torch.where(v.isfinite(), v, 0)
-    out = out + spoil(torch.matmul, allowed.expand(B, H, L, S).to(dtype), v.detach())
-    return out.to(p.dtype), lse, weights
 
 
 # -- block by block -------------------------------------------------------------------------------
@@ -187,6 +142,23 @@ def _forward_block(block: Block, seed: Tensor | None, safe: bool) -> tuple[Tenso
         out_i *= survivors_scale(p.dropout_p)
     out_i /= z_i.masked_fill(empty, 1)
     return out_i, m_i.masked_fill(empty, -math.inf), z_i.masked_fill(empty, 0)
+
+
+def block_weights(problem: Problem, m: Tensor, z: Tensor) -> Tensor:
+    """The weights (B, H, L, S) from the m and z of a forward pass, a block at a time."""
+    p = problem
+    weights = m.new_zeros(p.B, p.H, p.L, p.S)
+    with torch.autocast(p.device.type, enabled=False):
+        for block in cut_into_blocks(dataclasses.replace(p, deterministic=False)):
+            (tile,) = block.tiles
+            allowed = block.allowed(tile)
+            s_ij, _ = block.scores(block.rows(p.query), block.keys(p.key, tile), tile, allowed)
+            m_i, z_i = (block.rows(t.unsqueeze(-1)) for t in (m, z))
+            w_ij = s_ij.sub_(_stabilizer(m_i)).exp_().div_(z_i.masked_fill(z_i == 0, 1))
+            # A row whose maximum is NaN has NaN everywhere, also where it may not look.
+            w_ij = _erase(w_ij, None if allowed is None else ~allowed)
+            block.put_rows(weights[..., tile[0] : tile[1]], w_ij)
+    return weights
 
 
 @attend.register_fake
@@ -274,7 +246,7 @@ def _backward_block(
         dw_ij = _erase(times(dout_i, block.keys(p.value, tile).mT), blocked)
         kept_ij = w_ij
         if seed is not None:
-            survive = block.keep(seed, tile) * survivors_scale(p.dropout_p)
+            survive = block.keep(seed, tile).to(w_ij.dtype) * survivors_scale(p.dropout_p)
             kept_ij, dw_ij = w_ij * survive, dw_ij.mul_(survive)
         if dv.numel():
             block.add_keys(dv, inert(times_across, kept_ij, dout_i, see), tile)

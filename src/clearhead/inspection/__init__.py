@@ -1,0 +1,1 @@
+"""Looking inside attention: the steps of one call, and who looks at whom."""
