@@ -56,7 +56,7 @@ def make_problem(
     mask: Tensor | None = None
     float_mask: Tensor | None = None
     if attn_mask is not None:
-        _need_tensor("attn_mask", attn_mask)
+        need_tensor("attn_mask", attn_mask)
         if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
             raise TypeError(
                 f"attention: attn_mask has dtype {attn_mask.dtype}; it must be bool (True = may "
@@ -71,7 +71,7 @@ def make_problem(
         _need_float("bias", bias)
         bias = fold("bias", bias, H=H, L=L, S=S)
     if key_mask is not None:
-        _need_tensor("key_mask", key_mask)
+        need_tensor("key_mask", key_mask)
         if key_mask.dtype != torch.bool:
             raise TypeError(
                 f"attention: key_mask has dtype {key_mask.dtype}; it must be bool, True = may be "
@@ -192,7 +192,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _need_tensor(name, tensor)
+        need_tensor(name, tensor)
         if tensor.is_nested or tensor.layout != torch.strided:
             raise TypeError(
                 f"attention: {name} is a nested or sparse tensor; pass a plain one with key_mask=, "
@@ -267,7 +267,7 @@ def _documents(
             "attention: documents must be one tensor (B, L), or a pair of tensors (B, L) and (B, S)"
         )
     for tensor in documents:
-        _need_tensor("documents", tensor)
+        need_tensor("documents", tensor)
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise TypeError(
                 f"attention: documents has dtype {tensor.dtype}; it must hold whole numbers, the "
@@ -284,7 +284,7 @@ def _number(name: str, value: object, default: float) -> float:
             f"attention: {name} is a {type(value).__name__}; it must be a number. A tensor of "
             "scales can be multiplied into query instead"
         )
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # math.isfinite cannot be traced
         raise ValueError(f"attention: {name} is {value}; it must be finite")
     return float(value)
 
@@ -307,13 +307,14 @@ def _dropout(dropout_p: float) -> float:
     return dropout_p
 
 
-def _need_tensor(name: str, value: object) -> None:
+def need_tensor(name: str, value: object, function: str = "attention") -> None:
+    """Raise TypeError unless the argument is a tensor."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"attention: {name} is a {type(value).__name__}; it must be a tensor")
+        raise TypeError(f"{function}: {name} is a {type(value).__name__}; it must be a tensor")
 
 
 def _need_float(name: str, value: object) -> None:
-    _need_tensor(name, value)
+    need_tensor(name, value)
     if not value.is_floating_point():  # type: ignore[attr-defined]
         raise TypeError(
             f"attention: {name} has dtype {value.dtype}; it must be floating"  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .arguments import make_problem
+from .arguments import make_problem, need_tensor
 from .explanation import Explanation, explain
 from .results import Aux, AuxRequest
 from .visibility import Window
@@ -193,6 +193,7 @@ def varlen_attention(
     torch.Size([7, 4, 8])
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        need_tensor(name, tensor, "varlen_attention")
         if tensor.ndim != 3:
             raise ValueError(
                 f"varlen_attention: {name} has shape {tuple(tensor.shape)}; it must have three "
@@ -236,6 +237,7 @@ def varlen_attention(
 
 
 def _offsets(name: str, offsets: Tensor, total: int, rows: str) -> list[int]:
+    need_tensor(name, offsets, "varlen_attention")
     if offsets.ndim != 1 or offsets.is_floating_point() or len(offsets) < 1:
         raise ValueError(
             f"varlen_attention: {name} has shape {tuple(offsets.shape)} and dtype {offsets.dtype}; "

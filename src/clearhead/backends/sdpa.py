@@ -46,11 +46,12 @@ def forward(problem: Problem) -> tuple[Tensor, Aux]:
         mask = _dense_mask(p)
         if p.device.type != "cpu":
             key, value = _hide_unreachable(p, mask)
+    groups = {"enable_gqa": True} if p.Hkv != p.H else {}  # a traced graph knows no bool to pass
     out = scaled_dot_product_attention(
         p.query, key, value, attn_mask=mask, dropout_p=p.dropout_p, is_causal=is_causal,
-        scale=p.scale, enable_gqa=p.Hkv != p.H,
+        scale=p.scale, **groups,
     )  # fmt: skip
-    if out.grad_fn is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.register_prehook(_refuse_second_derivative)
     return out, Aux()
 
@@ -89,7 +90,7 @@ def _by_kind(p: Problem) -> str | None:
         return "torch's fused kernels lack the derivatives that a torch.func transform may ask for"
     if p.needs_grad and p.dtype == torch.float64:
         return "torch's fused kernels have no second derivatives, which float64 is used to check"
-    if min(p.B, p.H, p.L, p.S, p.D, p.Dv) == 0:
+    if 0 in (p.B, p.H, p.L, p.S, p.D, p.Dv):  # min() would order them in a traced graph
         return "an axis of size 0 takes torch's slow path"
     if p.S == 1 and p.needs_grad:
         return ONE_KEY

@@ -182,7 +182,7 @@ def check(
     report = {}
     for name in runs[0]:
         kind = "gradient" if name.startswith("d_") else name
-        if kind == "gradient" and backend in ("sdpa", "flex"):
+        if kind == "gradient" and backend == "sdpa" and dtype == torch.float32:
             kind = "gradient by torch"
         label = f"{case.name}, {dtype}, {backend}: {name}"
         actual, truth, rival = (run[name] for run in runs)

@@ -136,6 +136,8 @@ CASES: tuple[Case, ...] = (
     _rule("documents of queries and keys", lambda d: {
         "documents": (d.numbers(3, d.case.B, d.case.L), d.numbers(3, d.case.B, d.case.S))}),
     _rule("bool mask", lambda d: {"attn_mask": d.chosen(0.6, 2, 6, 5, 7)}),
+    _rule("bool mask of every other key", lambda d: {
+        "attn_mask": (torch.arange(5)[:, None] + torch.arange(7)) % 2 == 0}),
     _rule("bool mask per head", lambda d: {"attn_mask": d.chosen(0.6, 6, 1, 7)}),
     _rule("bool mask of rows", lambda d: {"attn_mask": d.chosen(0.6, 5, 1)}),
     _rule("bool mask and causal", lambda d: {"attn_mask": d.chosen(0.7, 2, 1, 5, 7), **_CAUSAL}),

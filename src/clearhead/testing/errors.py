@@ -31,6 +31,10 @@ def _with(**changes: Any) -> Callable[[], Any]:
     return lambda: attention(**{**usual, **changes})
 
 
+def _varlen(*arguments: Any) -> Callable[[], Any]:
+    return lambda: varlen_attention(*arguments)
+
+
 def _packed(cu_q: list[int], cu_k: list[int], **changes: Any) -> Callable[[], Any]:
     rows = _q(6, 4, 8)
     offsets = torch.tensor(cu_q), torch.tensor(cu_k)
@@ -129,6 +133,10 @@ ERRORS: tuple[Error, ...] = (
           _q(), _q(), _q(), torch.tensor([0]), torch.tensor([0])), ValueError,
           "varlen_attention: query has shape (2, 4, 5, 8); it must have three axes, (total rows, "
           "heads, head size)"),
+    Error("packed rows as a list", _varlen([[1.0]], _q(), _q(), None, None),
+          TypeError, "varlen_attention: query is a list; it must be a tensor"),
+    Error("offsets as a list", _varlen(*[_q(6, 4, 8)] * 3, [0], [0]),
+          TypeError, "varlen_attention: cu_seqlens_q is a list; it must be a tensor"),
     Error("slack rows", _packed([0, 2, 4], [0, 3, 6]), ValueError,
           "varlen_attention: cu_seqlens_q is [0, 2, 4]; it must start at 0, never fall, and end at "
           "the 6 rows of query. Cut off rows that belong to no sequence"),

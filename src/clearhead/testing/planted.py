@@ -210,12 +210,14 @@ def _empty_row_averages(out: Tensor, aux: Aux | None, a: dict[str, Any]) -> tupl
 
 
 def _lse_in_base_2(out: Tensor, aux: Aux | None, a: dict[str, Any]) -> tuple:
-    assert aux is not None and aux.lse is not None
+    if aux is None or aux.lse is None:
+        return out, aux
     return out, Aux(aux.lse / math.log(2), aux.weights)
 
 
 def _weights_with_sink_renormalised(out: Tensor, aux: Aux | None, a: dict[str, Any]) -> tuple:
-    assert aux is not None and aux.weights is not None
+    if aux is None or aux.weights is None:
+        return out, aux
     total = aux.weights.sum(-1, keepdim=True)
     return out, Aux(aux.lse, aux.weights / torch.where(total == 0, 1, total))
 
