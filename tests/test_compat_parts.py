@@ -84,14 +84,40 @@ def test_dropout_works_in_training_only():
     x = torch.randn(N, 9, E)
     assert not torch.equal(mine(x, x, x)[0], mine(x, x, x)[0])
     torch.manual_seed(3)
-    out = mine(x, x, x)[0]
+    out, state = mine(x, x, x)[0], torch.get_rng_state()
     torch.manual_seed(3)
     assert torch.equal(mine(x, x, x, need_weights=False)[0], out)
+    assert torch.equal(torch.get_rng_state(), state)
     mine.eval()
     assert torch.equal(mine(x, x, x)[0], mine(x, x, x)[0])
     assert torch.equal(mine(x, x, x)[0], plain(x, x, x)[0])
     mine.train().dropout = 1.0
     assert torch.equal(mine(x, x, x)[0], mine.out_proj.bias.expand(N, 9, E))
+
+
+def test_a_mask_of_zeros_that_learns_gets_its_gradient():
+    mine = MultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(N, L, E)
+    padding, mask = torch.zeros(N, L, requires_grad=True), torch.zeros(L, L, requires_grad=True)
+    out, _ = mine(x, x, x, padding, attn_mask=mask)
+    assert torch.equal(out, mine(x, x, x, padding.detach() + 0, attn_mask=mask)[0])
+    for grad in torch.autograd.grad(out.square().sum(), (padding, mask)):
+        assert (grad != 0).all()
+
+
+def test_vmap_over_inputs_and_masks_is_a_loop():
+    mine = MultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(3, N, L, E)
+    masks = torch.zeros(3, L, L).masked_fill(torch.rand(3, L, L) > 0.7, -torch.inf)
+
+    def run(x, mask):
+        return mine(x, x, x, attn_mask=mask)
+
+    outs, weights = torch.func.vmap(run)(x, masks)
+    for n in range(3):
+        out, weight = run(x[n], masks[n])
+        assert_close(outs[n], out, atol=2e-6, rtol=0)
+        assert_close(weights[n], weight, atol=2e-6, rtol=0)
 
 
 # -- replacing ------------------------------------------------------------------------------------

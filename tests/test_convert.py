@@ -142,8 +142,10 @@ def test_all_such_options_are_named_at_once():
 
 
 def test_a_wrapper_without_heads_is_refused():
+    wrapper = MultiHeadAttentionWrapper(E, D, H)
+    wrapper.heads = nn.ModuleList()
     with pytest.raises(ValueError, match="from_heads: the wrapper has no heads; it needs one"):
-        from_heads(MultiHeadAttentionWrapper(E, D, 0))
+        from_heads(wrapper)
 
 
 # -- from torch -----------------------------------------------------------------------------------
@@ -246,18 +248,17 @@ def test_weights_of_torch_are_kept_to_the_bit(options):
 @pytest.mark.parametrize("name", ["add_bias_kv", "add_zero_attn"])
 def test_tokens_of_their_own_are_refused(name):
     text = (
-        f"from_torch: {name} adds a token of its own to every context, which MultiHeadAttention "
-        "has no place for; clearhead.compat.MultiheadAttention serves it"
+        f"from_torch: {name} adds a token of its own to every context, for which there is no place "
+        "in MultiHeadAttention; clearhead.compat.MultiheadAttention serves it"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         from_torch(torchs(**{name: True}))
 
 
 def test_no_conversion_draws_random_numbers():
-    wrapper, theirs = MultiHeadAttentionWrapper(E, D, H), torchs()
+    wrapper, theirs = MultiHeadAttentionWrapper(E, D, H), [torchs(), torchs(kdim=5, vdim=9)]
     before = torch.get_rng_state()
     to_heads(from_heads(wrapper))
-    from_torch(theirs)
-    from_torch(torchs_of_two_widths := copy.deepcopy(theirs))
-    assert torchs_of_two_widths is not theirs
+    for mha in theirs:
+        from_torch(mha)
     assert torch.equal(torch.get_rng_state(), before)

@@ -86,6 +86,11 @@ def explain(
 
 
 def _notes(problem: Problem, name: str) -> tuple[str, ...]:
+    if backends.BACKENDS[name].leaks(problem) and problem.wild:
+        return (
+            "query, key or value hold NaN, Inf or numbers whose products could overflow: this "
+            "backend gets 0 in their place, and rows that may see them are computed by chunked",
+        )
     if problem.device.type != "cuda" or name == "chunked" or problem.visibility.full:
         return ()
     return (

@@ -116,7 +116,7 @@ def attention(
         alibi_slopes=alibi_slopes, head_mask=head_mask, deterministic=deterministic,
         return_aux=return_aux,
     )  # fmt: skip
-    out, aux = backends.choose(problem, backend).forward(problem)
+    out, aux = backends.run(problem, backend)
     if problem.head_mask is not None:
         out = out * problem.head_mask[..., None, None].to(out.dtype)
     out = problem.unfold(out)

@@ -4,6 +4,7 @@ A `Problem` always has four axes, (B, H, L, D); any other leading axes of the ca
 (by `arguments.make_problem`, which also checks everything) and restored by `unfold`.
 """
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass, field
@@ -91,6 +92,33 @@ class Problem:
         """The whole of `allowed_tile`, once: memory for what the rules do not broadcast."""
         return self.allowed_tile(0, self.L, 0, self.S)
 
+    @functools.cached_property
+    def wild(self) -> bool:
+        """Whether query, key or value hold a number that is not tame (see `all_tame`)."""
+        return not all_tame(self.query, self.key, self.value)
+
+    @functools.cached_property
+    def touched(self) -> Tensor:
+        """The rows (B, H, L) whose query is wild, or that may attend to a wild key or value."""
+        query, key, value = (~_tame(t).all(-1) for t in (self.query, self.key, self.value))
+        keys = (key | value).repeat_interleave(self.G, dim=1)[:, :, None]
+        # A block of rows at a time: only a call with wild numbers gets here, but it may be long.
+        step = max(1, (1 << 24) // max(1, self.B * self.H * self.S))
+        sees = [query.new_zeros(self.B, self.H, 0)]
+        for i in range(0, self.L, step):
+            rows = min(self.L, i + step) - i
+            allowed = self.allowed_tile(i, i + rows, 0, self.S)
+            part = keys if allowed is None else keys & allowed
+            sees.append(part.any(-1).expand(self.B, self.H, rows))
+        return query | torch.cat(sees, -1)
+
+    def tamed(self) -> "Problem":
+        """The same call with 0 in place of every wild number."""
+        query, key, value = (
+            torch.where(_tame(t), t, 0) for t in (self.query, self.key, self.value)
+        )
+        return dataclasses.replace(self, query=query, key=key, value=value)
+
     def bias_tile(self, i0: int, i1: int, j0: int, j1: int) -> Tensor | None:
         """All that is added to the scores of a tile, ALiBi included, in the compute dtype."""
         parts = [cut(t, i0, i1, j0, j1).to(self.compute_dtype) for t in self.added]
@@ -112,6 +140,27 @@ class Problem:
         if len(self.lead) == 1:
             return tensor
         return tensor.reshape(*self.lead, *tensor.shape[1:])
+
+
+def all_tame(*tensors: Tensor | None) -> bool:
+    """Whether no entry is NaN, Inf, or so large that a product of two could overflow: then 0 times
+    any of their products is 0, and not NaN."""
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            low, high = torch.aminmax(tensor.detach())
+            if not max(-float(low), float(high)) < _limit(tensor.dtype):
+                return False
+    return True
+
+
+def _tame(tensor: Tensor) -> Tensor:
+    wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+    return wide.abs() < _limit(tensor.dtype)
+
+
+def _limit(dtype: torch.dtype) -> float:
+    # Its square leaves room for a sum over 2^20 entries and a scale of as much.
+    return 2.0**400 if dtype == torch.float64 else 2.0**44
 
 
 def in_transform() -> bool:

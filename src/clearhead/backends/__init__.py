@@ -1,14 +1,17 @@
 """Which backend runs a call, and why not each other one.
 
 A backend is a module with NAME, why_not(problem) -> a sentence or None, describe(problem) -> how it
-would run the call, and forward(problem) -> (out, Aux). It never imports another backend.
+would run the call, forward(problem) -> (out, Aux), and leaks(problem) -> whether NaN or Inf could
+reach rows that must not see it. It never imports another backend.
 """
 
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from ..problem import Problem
+from ..results import Aux
 from . import chunked, flex, sdpa
 
 BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (sdpa, flex, chunked)}
@@ -50,6 +53,25 @@ def why_later(problem: Problem, backend: ModuleType, chosen: ModuleType) -> str:
     if order.index(backend) < order.index(chosen):
         return f"would serve, and is faster for this kind of call, but {chosen.NAME} was asked for"
     return f"would serve, but {chosen.NAME} is faster for this kind of call"
+
+
+def run(problem: Problem, name: str = "auto") -> tuple[Tensor, Aux]:
+    """Run a call on the backend that `choose` gives: out (B, H, L, Dv), and what aux asks for.
+
+    Where that backend would leak NaN, Inf or overflow, it gets 0 in their place, so that rows which
+    may not see them keep their bits; rows that may are chunked's.
+    """
+    backend = choose(problem, name)
+    if not backend.leaks(problem) or not problem.wild:
+        return backend.forward(problem)
+    out, aux = backend.forward(problem.tamed())
+    rows = problem.touched
+    if bool(rows.any()):
+        true_out, true_aux = chunked.forward(problem)
+        out = torch.where(rows[..., None], true_out, out)
+        if aux.lse is not None and true_aux.lse is not None:
+            aux.lse = torch.where(rows, true_aux.lse, aux.lse)
+    return out, aux
 
 
 def choose(problem: Problem, name: str = "auto") -> ModuleType:

@@ -167,7 +167,7 @@ def times_across(left: Tensor, right: Tensor) -> Tensor:
 def inert(product: Callable, left: Tensor, x: Tensor, see: Tensor | None) -> Tensor:
     """product(left, x), in which NaN and Inf in x reach only what may see them.
 
-    see is None where all of x is known to be finite, else as left: 1 where visible, 0 where not.
+    see is None where all of x is known to be tame, else as left: 1 where visible, 0 where not.
     left is exactly 0 where blocked, so there is only 0 * NaN and 0 * Inf to keep out.
     """
     if see is None:
@@ -178,15 +178,6 @@ def inert(product: Callable, left: Tensor, x: Tensor, see: Tensor | None) -> Ten
 def seen(allowed: Tensor | None, like: Tensor) -> Tensor:
     """`allowed` as the factor of `inert`: numbers in the shape of a block of scores."""
     return torch.ones_like(like) if allowed is None else allowed.to(like.dtype).expand_as(like)
-
-
-def all_finite(*tensors: Tensor | None) -> bool:
-    """Whether no entry is NaN or Inf (a sum that overflows counts as Inf: slower, never wrong)."""
-    return all(
-        bool(t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).isfinite())
-        for t in tensors
-        if t is not None
-    )
 
 
 def spoil(product: Callable, see: Tensor, x: Tensor) -> Tensor:

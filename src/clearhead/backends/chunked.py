@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Problem, in_transform
+from ..problem import Problem, all_tame, in_transform
 from ..results import Aux
 from ..visibility import cut
 from .blocks import (
     Block,
-    all_finite,
     cut_into_blocks,
     inert,
     seen,
@@ -40,6 +39,11 @@ NAME = "chunked"
 def why_not(problem: Problem) -> str | None:
     """None: this backend serves every call."""
     return None
+
+
+def leaks(problem: Problem) -> bool:
+    """Whether NaN or Inf could reach rows that must not see it: never."""
+    return False
 
 
 def describe(problem: Problem) -> str:
@@ -107,7 +111,7 @@ def attend(
     m = query.new_full((p.B, p.H, p.L, 1), -math.inf, dtype=p.compute_dtype)
     z = torch.zeros_like(m)
     with torch.autocast(p.device.type, enabled=False):
-        safe = all_finite(value)
+        safe = all_tame(value)
         for block in cut_into_blocks(p):
             parts = _forward_block(block, seed, safe)
             for whole, part in zip((out, m, z), parts, strict=True):
@@ -205,7 +209,7 @@ def attend_backward(
     ]
     with torch.autocast(p.device.type, enabled=False):
         # A row whose maximum is not finite has NaN in places that its blocked keys must not get.
-        safe = all_finite(query, key, value, d_out, d_lse) and bool((m < math.inf).all())
+        safe = all_tame(query, key, value, d_out, d_lse) and bool((m < math.inf).all())
         for block in cut_into_blocks(p):
             _backward_block(block, d_out, d_lse, m, z, seed, safe, grads)
     inputs = [t if t is not None else query for t in p.differentiable]
