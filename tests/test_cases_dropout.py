@@ -21,19 +21,25 @@ EVERYTHING = AuxRequest(lse=True, weights=True)
 B, H, HKV, L, S = 2, 6, 3, 5, 7
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads wait for each other longer than such small calls take."""
+    torch.set_num_threads(1)
+
+
 def draw(dtype=torch.float32, value_size=S):
     shapes = (B, H, L, 4), (B, HKV, S, 4), (B, HKV, S, value_size)
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
 def survivors(query, key, seed, p, **rules):
-    """Which weights survive with a seed: visible in the output where the values are the identity."""
+    """Which weights survive with a seed: the output shows them where values are the identity."""
     value = torch.eye(S, dtype=key.dtype).expand(*key.shape[:2], S, S)
     torch.manual_seed(seed)
     return attention(query, key, value, dropout_p=p, **rules) > 0
 
 
-# -- 46: on and off -----------------------------------------------------------------------------------
+# -- 46: on and off -------------------------------------------------------------------------------
 
 
 def test_eval_is_without_dropout():
@@ -102,12 +108,12 @@ def test_p_1_of_the_module():
         assert bool(parameter.grad.any()) is (name == "out_proj.bias")
 
 
-# -- 46: how much -------------------------------------------------------------------------------------
+# -- 46: how much ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout_keeps_the_expectation(p):
-    """pytorch#124464: kept weights are divided by 1 - p, so the mean of many draws is the output."""
+    """pytorch#124464: kept weights are divided by 1 - p; the mean of many draws is the output."""
     draws = 4000
     query, key, value = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 3)
     many = [t.expand(draws, *t.shape[1:]) for t in (query, key, value)]
@@ -137,7 +143,7 @@ def test_every_weight_is_dropped_alike_and_on_its_own(p):
     assert float(correlation.abs().max()) * n**0.5 < 6
 
 
-# -- 46: the same pattern in the backward -----------------------------------------------------------
+# -- 46: the same pattern in the backward ---------------------------------------------------------
 
 
 RULES = {
@@ -214,7 +220,7 @@ def test_second_derivatives_and_transforms_drop_the_same_weights():
         assert_close(grad, right, atol=1e-11, rtol=1e-9)
 
 
-# -- 46: seeds ----------------------------------------------------------------------------------------
+# -- 46: seeds ------------------------------------------------------------------------------------
 
 
 def test_the_same_seed_gives_the_same_bits():

@@ -22,6 +22,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EVERYTHING = AuxRequest(lse=True, weights=True)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads wait for each other longer than such small calls take."""
+    torch.set_num_threads(1)
+
+
 def serving(*tensors, **rules):
     """The backends that claim the call; flex compiles for seconds and is tested elsewhere."""
     names = ("sdpa", "chunked")

@@ -14,6 +14,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 WEIGHTS = AuxRequest(weights=True)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads wait for each other longer than such small calls take."""
+    torch.set_num_threads(1)
+
+
 def serving(*tensors, **rules):
     """The backends that claim the call; flex compiles for seconds and is tested elsewhere."""
     names = ("sdpa", "chunked")
@@ -24,7 +30,7 @@ def as_numbers(mask, dtype):
     return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
 
 
-# -- 24: one mask in two kinds ----------------------------------------------------------------------
+# -- 24: one mask in two kinds --------------------------------------------------------------------
 
 PADDING = torch.tensor([[True, True, True, False], [True, False, True, True]])
 TRIANGLE = torch.ones(4, 4).tril().bool()
@@ -33,7 +39,7 @@ TRIANGLE = torch.ones(4, 4).tril().bool()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_bool_and_minus_infinity_are_the_same_mask(causal, dtype):
-    """pytorch#92554: B = 2, L = 4; padding in every kind, alone and with a causal mask, same bits."""
+    """pytorch#92554: B = 2, L = 4; padding in every kind, alone and with causal, same bits."""
     query, key, value = torch.randn(3, 2, 3, 4, 5).to(dtype)
     padding = PADDING[:, None, None]
     forms = [
@@ -51,7 +57,11 @@ def test_bool_and_minus_infinity_are_the_same_mask(causal, dtype):
             {"attn_mask": as_numbers(padding, dtype), "bias": as_numbers(TRIANGLE, dtype)},
             *({**form, "is_causal": True} for form in forms),
             *({**form, "attn_mask": TRIANGLE} for form in forms if "attn_mask" not in form),
-            *({**form, "bias": as_numbers(TRIANGLE, dtype)} for form in forms if "bias" not in form),
+            *(
+                {**form, "bias": as_numbers(TRIANGLE, dtype)}
+                for form in forms
+                if "bias" not in form
+            ),
             {"attn_mask": as_numbers(TRIANGLE, dtype), "key_mask": PADDING},
         ]
     rules = {"key_mask": PADDING, "is_causal": causal}
@@ -96,13 +106,13 @@ def test_padding_as_numbers_is_not_read_the_wrong_way_by_the_module():
     assert torch.equal(weights.gt(0), PADDING[:, None, None].expand(2, 2, 4, 4))
 
 
-# -- 26: masks per item and head ----------------------------------------------------------------------
+# -- 26: masks per item and head ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("padded", [1, 2])
 def test_an_expanded_mask_is_the_mask(padded, dtype):
-    """pytorch#63271: N = 2, L = 5, H = 2; causal as (L, L) and as (N, H, L, L), padding at the end."""
+    """pytorch#63271: N = 2, L = 5, H = 2; causal as (L, L) and (N, H, L, L), padding at the end."""
     query, key, value = torch.randn(3, 2, 2, 5, 4).to(dtype)
     causal = torch.ones(5, 5).tril().bool()
     key_mask = torch.arange(5) < torch.tensor([[5], [5 - padded]])
@@ -118,7 +128,7 @@ def test_an_expanded_mask_is_the_mask(padded, dtype):
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
 def test_items_and_heads_of_a_mask_are_not_exchanged(kind):
-    """pytorch#63271: the mask differs per item and per head; N = H, so only the numbers can tell."""
+    """pytorch#63271: the mask differs per item and head; N = H, so only numbers can tell."""
     query, key, value = torch.randn(3, 2, 2, 5, 4)
     allowed = torch.rand(2, 2, 5, 5) < 0.5
     allowed[..., 0] = True
@@ -148,7 +158,7 @@ def test_a_mask_without_a_batch_axis_is_per_head():
     assert not torch.allclose(out, attention(query, key, value, mask[:, None]), atol=1e-2)
 
 
-# -- 28: weights after masking ------------------------------------------------------------------------
+# -- 28: weights after masking --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -171,7 +181,7 @@ def test_weights_of_allowed_keys_sum_to_1(dtype):
         assert_within_budget(out, gold[0], peer[0])
 
 
-# -- 45: grouped heads --------------------------------------------------------------------------------
+# -- 45: grouped heads ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,7 +14,7 @@ WEIGHTS = AuxRequest(weights=True)
 PROJECTIONS = ("W_query", "W_key", "W_value", "out_proj")
 
 
-# -- 48: returned weights -----------------------------------------------------------------------------
+# -- 48: returned weights -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
@@ -68,7 +68,7 @@ def test_weights_carry_gradients():
     assert mha.out_proj.weight.grad is None or not bool(mha.out_proj.weight.grad.any())
 
 
-# -- 50: projections are modules ----------------------------------------------------------------------
+# -- 50: projections are modules ------------------------------------------------------------------
 
 MODES = {
     "train": (True, torch.enable_grad),

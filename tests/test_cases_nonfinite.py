@@ -18,6 +18,12 @@ POISONS = (math.nan, math.inf, -math.inf, 1e30)
 EVERYTHING = AuxRequest(lse=True, weights=True)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads wait for each other longer than such small calls take."""
+    torch.set_num_threads(1)
+
+
 def serving(*tensors, **rules):
     """The backends that claim the call; flex compiles for seconds and is tested elsewhere."""
     names = ("sdpa", "chunked")
@@ -28,7 +34,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-# -- 10: the two inputs of the report ---------------------------------------------------------------
+# -- 10: the two inputs of the report -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,9 +81,11 @@ def test_rows_that_do_see_it_get_what_the_definition_says(sign):
     gold = attention_by_definition(query, key, value, is_causal=True)
     assert gold[0, 0, 1:, 2].tolist() == [sign * math.inf] * 2
     assert_close(out.double(), gold, atol=1e-6, rtol=1e-6)
+    mapped = torch.vmap(lambda *t: attention(*t, is_causal=True))(query, key, value)
+    assert_close(mapped.double(), gold, atol=1e-6, rtol=1e-6)
 
 
-# -- 11: caches -------------------------------------------------------------------------------------
+# -- 11: caches -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -105,7 +113,7 @@ def test_unused_slots_of_a_cache(groups, dtype):
         assert len(outs) > 1 and all(torch.equal(out, outs[0]) for out in outs)
 
 
-# -- 12: rows that belong to no sequence ------------------------------------------------------------
+# -- 12: rows that belong to no sequence ----------------------------------------------------------
 
 
 def test_packed_rows_beyond_the_last_offset_are_refused():
@@ -117,7 +125,7 @@ def test_packed_rows_beyond_the_last_offset_are_refused():
         varlen_attention(rows[:4], rows, rows, offsets, offsets)
 
 
-# -- weights and lse --------------------------------------------------------------------------------
+# -- weights and lse ------------------------------------------------------------------------------
 
 RULES = {
     "causal": {"is_causal": True},
@@ -178,7 +186,7 @@ def test_gradients_through_weights_and_lse():
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-# -- masks and biases that hold NaN where another rule blocks -----------------------------------------
+# -- masks and biases that hold NaN where another rule blocks -------------------------------------
 
 
 @pytest.mark.parametrize("argument", ["attn_mask", "bias"])
@@ -262,11 +270,60 @@ def test_queries_and_incoming_gradients_of_rows_that_see_nothing(name, dtype, ex
             assert not bool(actual[0][empty].any()) and not bool(actual[1][empty].any())
 
 
-# -- packed sequences -------------------------------------------------------------------------------
+@pytest.mark.parametrize("poison", [*POISONS, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("name", ["causal", "bool mask"])
+def test_incoming_gradients_pass_only_to_what_the_row_sees(name, poison):
+    """What row 0 is told, however bad, is no matter of a key that row 0 may not attend."""
+    leaves = [normal(1, n, 5, 3, seed=s).requires_grad_() for s, n in enumerate((4, 2, 2))]
+    found = []
+    for fill in (0.0, poison):
+        d_out = normal(1, 4, 5, 3, seed=3)
+        d_out[:, :, 0] = fill
+        out = attention(*leaves, **RULES[name], backend="chunked")
+        found.append(torch.autograd.grad(out, leaves, d_out))
+    untouched = slice(1, None) if name == "causal" else slice(0, 1)
+    assert torch.equal(found[1][0][:, :, 1:], found[0][0][:, :, 1:])
+    for grad, clean in zip(found[1][1:], found[0][1:], strict=True):
+        assert torch.equal(grad[:, :, untouched], clean[:, :, untouched])
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (1, 0)},
-                                     {"deterministic": True, "is_causal": True}], ids=str)  # fmt: skip
+# Forward-mode AD loads torch's scripted decompositions, which warn of their own age.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, FLOAT_OPTIONS], ids=["plain", "softcap and sinks"])
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_derivatives_of_every_kind_pass_by_what_is_blocked(where, options):
+    """torch.func.grad, jvp, and second derivatives, with the worst in a padded key or value."""
+    tensors = [3 * normal(1, n, 5, 3, seed=s) for s, n in enumerate((4, 2, 2))]
+    key_mask = torch.tensor([[True, True, True, True, False]])
+
+    def loss(*own):
+        return attention(*own, key_mask=key_mask, **options).sin().sum()
+
+    def derivatives(fill):
+        own = [t.clone() for t in tensors]
+        own[1 if where == "key" else 2][:, :, 4] = fill
+        tangents = tuple(torch.ones_like(t) for t in own)
+        first = torch.func.grad(loss, (0, 1, 2))(*own)
+        slope = torch.func.jvp(loss, tuple(own), tangents)[1]
+        leaves = [t.requires_grad_() for t in own]
+        out = attention(*leaves, key_mask=key_mask, **options, backend="chunked").sin().sum()
+        grads = torch.autograd.grad(out, leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+        return [*first, slope, *second]
+
+    expected = derivatives(0.0)
+    for poison in (*POISONS, torch.finfo(torch.float32).max):
+        found = derivatives(poison)
+        assert all(torch.equal(a, e) for a, e in zip(found, expected, strict=True))
+        assert not bool(found[1][:, :, 4].any()) and not bool(found[2][:, :, 4].any())
+
+
+# -- packed sequences -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"is_causal": True}, {"window": (1, 0)}, {"deterministic": True, "is_causal": True},
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_poison_in_another_sequence(dtype, options):
     """All of one sequence is NaN, Inf or huge; the others keep every bit, gradients included."""

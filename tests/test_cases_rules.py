@@ -22,6 +22,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 WEIGHTS = AuxRequest(weights=True)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads wait for each other longer than such small calls take."""
+    torch.set_num_threads(1)
+
+
 def serving(*tensors, **rules):
     """The backends that claim the call; flex compiles for seconds and is tested elsewhere."""
     names = ("sdpa", "chunked")
@@ -47,7 +53,7 @@ def module_reference(mha, x, **rules):
     return out.transpose(1, 2).flatten(2) @ mha.out_proj.weight.double().T, weights
 
 
-# -- causal -----------------------------------------------------------------------------------------
+# -- causal ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,7 +165,7 @@ def test_padding_does_not_make_a_bidirectional_call_causal():
             assert (weights[0, 0, 0, 2] == 0).item() is flag
 
 
-# -- windows ----------------------------------------------------------------------------------------
+# -- windows --------------------------------------------------------------------------------------
 
 
 def test_a_window_counts_neighbours_and_a_module_s_counts_keys():
@@ -220,7 +226,7 @@ def test_what_lies_before_a_window_does_not_matter(dtype):
             assert_within_budget(out[:, :, -1:], gold, peer)
 
 
-# -- packing ----------------------------------------------------------------------------------------
+# -- packing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -261,7 +267,7 @@ def test_sequences_of_length_zero_among_packed_ones():
         assert_close(out[row : row + 1].double(), gold, atol=1e-6, rtol=1e-5)
 
 
-# -- kinds of masks ---------------------------------------------------------------------------------
+# -- kinds of masks -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

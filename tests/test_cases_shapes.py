@@ -54,6 +54,12 @@ OPTIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads wait for each other longer than such small calls take."""
+    torch.set_num_threads(1)
+
+
 def tensors(sizes, dtype=torch.float32):
     """Query, key and value of ones, twos ... so that means can be told by hand."""
     n = {**SIZES, **sizes}
@@ -75,7 +81,7 @@ def backends_of(leaves, rules):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NO_AXIS)
 def test_shapes_and_zeros_of_an_axis_of_size_zero(name, dtype):
-    """pytorch#141219: outputs have the right shape, and gradients are shaped, and zero or a mean."""
+    """pytorch#141219: outputs have the right shape; gradients are shaped, and zero or a mean."""
     n, leaves = tensors(NO_AXIS[name], dtype)
     for make in OPTIONS.values():
         rules = {k: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
@@ -86,7 +92,6 @@ def test_shapes_and_zeros_of_an_axis_of_size_zero(name, dtype):
             assert bool(out.isfinite().all())
             dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
             assert [g.shape for g in (dq, dk, dv)] == [t.shape for t in leaves]
-            assert not bool(dq.any()) or n["D"] > 0 < n["S"]
             if n["S"] == 0:
                 assert not bool(out.any()) and not bool(dq.any())
             if n["L"] == 0:
@@ -95,7 +100,7 @@ def test_shapes_and_zeros_of_an_axis_of_size_zero(name, dtype):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_head_size_zero_gives_means(groups):
-    """pytorch#141219: all scores are 0, so the output is the mean of the values, or a running one."""
+    """pytorch#141219: all scores are 0, so the output is the mean of the values, or running."""
     n, leaves = tensors({"D": 0, "H": 2 * groups, "L": 5})
     value = leaves[2].detach().repeat_interleave(groups, 1)
     mean = value.mean(2, keepdim=True).expand(2, 2 * groups, 5, 7)
@@ -164,8 +169,10 @@ print("ran", ran)
 
 
 def test_no_combination_of_zero_sizes_kills_the_process():
-    """pytorch#141219: integer division by zero cannot be caught, so another process has to risk it."""
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    """pytorch#141219: a division by zero cannot be caught, so another process has to risk it."""
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     word, count = run.stdout.split()
     assert word == "ran" and int(count) > 64 * 16
@@ -181,7 +188,7 @@ def test_a_module_without_tokens():
     assert torch.equal(out, cross.out_proj.bias.expand(2, 5, 6))
 
 
-# -- 41: layouts of the incoming gradient -------------------------------------------------------------
+# -- 41: layouts of the incoming gradient ---------------------------------------------------------
 
 
 def layouts(out):
@@ -214,7 +221,9 @@ RULES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_layout_of_an_incoming_gradient_does_not_matter(name, dtype):
     """flash-attention#355: transposed, expanded, sliced: as contiguous, and as the definition."""
-    leaves = [torch.randn(2, n, L, 6).to(dtype).requires_grad_() for n, L in ((4, 5), (2, 7), (2, 7))]
+    leaves = [
+        torch.randn(2, n, L, 6).to(dtype).requires_grad_() for n, L in ((4, 5), (2, 7), (2, 7))
+    ]
     rules = {k: t.to(dtype) if k == "sinks" else t for k, t in RULES[name].items()}
     wide = [t.detach().double().requires_grad_() for t in leaves]
     spread = {k: t.expand(2, 4, 5, 7) if k == "attn_mask" else t for k, t in rules.items()

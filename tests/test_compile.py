@@ -17,6 +17,7 @@ H, HKV = 4, 2
 def fresh():
     torch._dynamo.reset()
     counters.clear()
+    torch.set_num_threads(1)  # two wait for each other longer than such small calls take
 
 
 def draw(L=5, S=7, D=8, Dv=8, B=2, dtype=torch.float32):
@@ -152,6 +153,7 @@ def test_dynamic_lengths_compile_once(name):
 
 def test_lengths_become_dynamic_by_themselves():
     """Without dynamic=True a second length recompiles once, and no later one does."""
+
     def call(x):
         return attention(x, x[:, :HKV], x[:, :HKV], is_causal=True)
 
@@ -164,6 +166,7 @@ def test_lengths_become_dynamic_by_themselves():
 
 def test_a_decoding_loop_compiles_a_bounded_number_of_times():
     """One new row against a growing past, with a padding mask that grows too."""
+
     def call(query, key, value, key_mask):
         return attention(query, key, value, is_causal=True, key_mask=key_mask)
 
@@ -176,7 +179,7 @@ def test_a_decoding_loop_compiles_a_bounded_number_of_times():
     assert graphs() == 2
 
 
-# -- export -------------------------------------------------------------------------------------------
+# -- export ---------------------------------------------------------------------------------------
 
 
 class Masked(torch.nn.Module):
@@ -242,7 +245,7 @@ def test_export_without_a_mask():
         assert_close(full, attention(x, x, x), atol=2e-6, rtol=2e-6)
 
 
-# -- the ops ------------------------------------------------------------------------------------------
+# -- the ops --------------------------------------------------------------------------------------
 
 OPS = {
     **RULES,
@@ -266,8 +269,8 @@ def test_opcheck_of_the_forward(name):
     torch.library.opcheck(torch.ops.clearhead.chunked, op_arguments(name))
 
 
-@pytest.mark.parametrize("name", ["plain", "bool mask with an empty row", "biases", "dropout",
-                                  "softcap, sinks, alibi, head mask", "deterministic"])  # fmt: skip
+@pytest.mark.parametrize("name", ["bool mask with an empty row", "biases", "dropout",
+                                  "softcap, sinks, alibi, head mask"])  # fmt: skip
 def test_opcheck_of_the_backward(name):
     arguments = op_arguments(name)
     out, lse, m, z = (t.detach() for t in torch.ops.clearhead.chunked(*arguments))

@@ -75,7 +75,9 @@ def test_it_is_also_right(name):
     rules = {**RULES[name], "is_causal": True}
     tensors = draw(LENGTH, B=1)
     out = attention(*tensors, **rules, deterministic=True)
-    assert_within_budget(out, attention_by_definition(*tensors, **rules), plain(*tensors, **rules)[0])
+    assert_within_budget(
+        out, attention_by_definition(*tensors, **rules), plain(*tensors, **rules)[0]
+    )
 
 
 @pytest.mark.parametrize("Hkv", [1, 2, 4])
@@ -115,9 +117,7 @@ def test_what_else_is_in_the_batch_does_not_matter():
     tensors = draw(LENGTH, D=5, Dv=3, B=5)
     out = attention(*tensors, is_causal=True, deterministic=True)
     for n in range(5):
-        alone = attention(
-            *(t[n : n + 1] for t in tensors), is_causal=True, deterministic=True
-        )
+        alone = attention(*(t[n : n + 1] for t in tensors), is_causal=True, deterministic=True)
         assert torch.equal(alone[0], out[n])
 
 

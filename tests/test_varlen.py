@@ -48,13 +48,20 @@ OPTIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads wait for each other longer than such small calls take."""
+    torch.set_num_threads(1)
+
+
 def offsets(lengths):
     """Cumulative offsets of queries and of keys."""
-    return tuple(torch.tensor([0, *itertools.accumulate(column)]) for column in zip(*lengths))
+    columns = zip(*lengths, strict=True)
+    return tuple(torch.tensor([0, *itertools.accumulate(column)]) for column in columns)
 
 
 def draw(lengths=LENGTHS, dtype=torch.float32, value_size=DV):
-    rows, keys = (sum(column) for column in zip(*lengths))
+    rows, keys = (sum(column) for column in zip(*lengths, strict=True))
     shapes = (rows, H, D), (keys, HKV, D), (keys, HKV, value_size)
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 

@@ -21,6 +21,7 @@ def dense(problem: Problem, seed: Tensor | None = None) -> tuple[Tensor, Tensor,
     if seed is not None:
         keep = keep_tile(p, seed, slice(None), slice(None), 0, p.L, 0, p.S)
         kept = weights * keep * survivors_scale(p.dropout_p)
+    kept = torch.where(allowed, kept, 0)  # their gradients overflow where a blocked value is huge
     v = p.value.to(p.compute_dtype).repeat_interleave(p.G, dim=1)
     out = kept @ torch.where(v.isfinite(), v, 0)
     out = out + spoil(torch.matmul, allowed.expand_as(weights).to(v.dtype), v.detach())
@@ -40,6 +41,7 @@ def dense_weights(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     products = torch.where(finite_q, q, 0) @ torch.where(finite_k, k, 0).mT
     raw = q.detach() @ k.detach().mT
     s = torch.where(finite_q & finite_k.mT, products, raw) * p.scale
+    s = torch.where(allowed, s, 0)  # tanh has no slope at NaN, not even times 0
     if p.softcap is not None:
         s = p.softcap * torch.tanh(s / p.softcap)
     added = p.bias_tile(0, L, 0, S)
