@@ -1,5 +1,6 @@
 """Models of transformers: attention through clearhead equals their own, and errors say why."""
 
+import copy
 import importlib.util
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from clearhead import hf
+from clearhead.testing import assert_within_budget
 
 SENTENCE = "The dog fetched the ball because she was fast."
 TEXT = "the dog fetched the ball because she was fast"
@@ -145,7 +147,11 @@ def test_weights_of_smollm2_equal_eager(smollm2):
     ran, layers = read(model, tokens)
     assert ran == "clearhead"
     assert len(layers) == 30 and layers[0].shape == (9, 11, 11)
-    assert_same(layers, eager(model, tokens))
+    # Each float32 run is some 2e-6 from the truth after 30 layers, so eager itself is the peer.
+    peers, golds = eager(model, tokens), eager(copy.deepcopy(model).double(), tokens)
+    for number, mine in enumerate(layers):
+        gold, peer = golds[number][0], peers[number][0]
+        assert_within_budget(mine, gold, peer, "weights", name=f"layer {number}")
 
 
 def test_weights_of_minilm_equal_eager(minilm):
