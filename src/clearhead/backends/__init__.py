@@ -9,19 +9,27 @@ from types import ModuleType
 import torch
 
 from ..problem import Problem
-from . import chunked, flex, sdpa
+from . import chunked, flex, native, sdpa
 
-BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (sdpa, flex, chunked)}
+BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (native, sdpa, flex, chunked)}
 
 
 def preference(problem: Problem) -> list[ModuleType]:
     """The backends from the fastest to the slowest for a call, whether they can serve it or not."""
     if problem.device.type == "cpu":
         # flex compiles for seconds per kind of call, so on a CPU it runs only when asked for.
-        return [chunked, sdpa, flex] if _passes_over(problem) else [sdpa, chunked, flex]
+        torchs = [chunked, sdpa] if _passes_over(problem) else [sdpa, chunked]
+        return [*torchs, native, flex] if _has_few_rows(problem) else [native, *torchs, flex]
     if problem.visibility.limits == (None, 0) and not problem.visibility.by_data:
-        return [sdpa, flex, chunked]
-    return [sdpa, flex, chunked] if problem.visibility.full else [flex, sdpa, chunked]
+        return [sdpa, flex, chunked, native]
+    fused = [sdpa, flex] if problem.visibility.full else [flex, sdpa]
+    return [*fused, chunked, native]
+
+
+def _has_few_rows(p: Problem) -> bool:
+    """Whether a key serves so few rows that the native kernels' lanes stay empty."""
+    # One backend for one row and for many, since the bits may not depend on how a prompt was cut.
+    return p.L * p.G <= 4 and not p.deterministic
 
 
 def _passes_over(p: Problem) -> bool:

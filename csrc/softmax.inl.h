@@ -1,0 +1,146 @@
+// From products to weights, for one piece of a block of keys (a Run) and N vectors of rows.
+//
+//   1   s_ij = scale * (q_i . k_j), softcap, ALiBi, what is added; -inf where blocked
+//   2   m_i  = max(m_i, s_ij)
+//   3   p_ij = exp(s_ij - m_i), exactly 0 where blocked
+//   4   l_i += p_ij
+//
+// s - m comes first and is then scaled: rows whose scores are all about -3e38 are ordinary rows. A
+// blocked score is replaced, never added to, so NaN under a block is inert.
+
+namespace {
+
+// Keys [j0, j1) of a block, counted from its start n0, seen by vectors [v0, v1) of a panel. It is cut
+// when some row of these does not see all of these keys.
+struct Run {
+  int j0, j1, v0, v1;
+  bool cut;
+};
+
+struct Panel {
+  int rows, vectors;
+  int lo[NV], hi[NV];            // keys that some row of a vector sees by its position
+  int all_lo[NV], all_hi[NV];    // keys that every row of it sees
+  int64_t doc_least, doc_most;   // documents of the rows
+  alignas(64) int32_t first[ROWS], end[ROWS];  // keys that a row sees by its position
+  alignas(64) int32_t own[ROWS];
+  alignas(64) int32_t doc_low[ROWS], doc_high[ROWS];  // halves of the number of its document
+  alignas(64) float slope[ROWS];
+  alignas(64) float m[ROWS], l[ROWS];  // so far
+  Place place[ROWS];
+};
+
+// The rules of one block that need a look at data, NULL where there is none.
+struct Data {
+  const float *mask;  // tile of 0 and 1
+  const uint8_t *key_mask;
+  int64_t key_mask_stride;
+  const int64_t *doc_k;
+  int64_t doc_k_stride;
+};
+
+INLINE vi blocked_by_position(const Panel &P, int v, vi j) {
+  return (j < load(P.first + v * VL)) | (j >= load(P.end + v * VL));
+}
+
+// Step 1, the product. `last` says that nothing else is done to the scores: then also the keys that
+// a row does not see by its position, and step 2.
+template <int KEYS, int N>
+INLINE void score_tile(Rows K, const float *q, int D, const Panel &P, int v0, int n, bool last,
+                       bool cut, float *s, vf (&top)[N]) {
+  vf s_ij[KEYS][N];
+  dot<KEYS, N>(K, q, D, s_ij);
+  if (last && cut)
+    UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++)
+      s_ij[j][v] = blocked_by_position(P, v0 + v, splat(n + j)) ? splat(-INFINITY) : s_ij[j][v];
+  UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++) {
+    store(s + j * ROWS + v * VL, s_ij[j][v]);
+    if (last) top[v] = vmax(s_ij[j][v], top[v]);
+  }
+}
+
+template <int N>
+NOINLINE void scores(Rows K, const float *q, int D, const Panel &P, const Run &run, int n0,
+                     bool last, float *s, float *m) {
+  vf top[N];
+  UNROLL for (int v = 0; v < N; v++) top[v] = load(m + v * VL);
+  int j = run.j0;
+  if (N == 1)
+    for (; j + TILE1 <= run.j1; j += TILE1)
+      score_tile<TILE1, N>({K.at + j * K.stride, K.stride}, q, D, P, run.v0, n0 + j, last, run.cut,
+                           s + j * ROWS, top);
+  for (; j < run.j1; j += TILE)
+    score_tile<TILE, N>({K.at + j * K.stride, K.stride}, q, D, P, run.v0, n0 + j, last, run.cut,
+                        s + j * ROWS, top);
+  UNROLL for (int v = 0; v < N; v++) store(m + v * VL, top[v]);
+}
+
+// Step 1, what a scale that is not folded, a softcap and ALiBi make of the product.
+NOINLINE void shape(const Plan &plan, const Panel &P, const Run &run, int n0, float *s) {
+  const float cap = float(plan.call->softcap), per_cap = cap ? 1 / cap : 0;
+  for (int j = run.j0; j < run.j1; j++)
+    for (int v = run.v0; v < run.v1; v++) {
+      float *at = s + j * ROWS + v * VL;
+      vf x = load(at) * plan.scale;
+      if (cap) x = tanh(x * per_cap) * cap;
+      if (plan.call->slopes) {
+        const vi apart = load(P.own + v * VL) - (n0 + j);
+        const vf distance = __builtin_convertvector(apart < 0 ? -apart : apart, vf);
+        x -= load(P.slope + v * VL) * distance;
+      }
+      store(at, x);
+    }
+}
+
+// Step 1, a tensor added, whose -inf blocks.
+NOINLINE void add(const float *added, const Run &run, float *s) {
+  for (int j = run.j0; j < run.j1; j++)
+    for (int v = run.v0; v < run.v1; v++) {
+      float *at = s + j * ROWS + v * VL;
+      const vf x = load(at), y = load(added + j * ROWS + v * VL);
+      store(at, (x == -INFINITY) | (y == -INFINITY) ? splat(-INFINITY) : x + y);
+    }
+}
+
+// Step 1, blocked keys, and step 2.
+NOINLINE void block_keys(const Panel &P, const Data &data, const Run &run, int n0, float *s, float *m) {
+  for (int j = run.j0; j < run.j1; j++) {
+    const bool hidden = data.key_mask && !data.key_mask[j * data.key_mask_stride];
+    const int64_t doc = data.doc_k ? data.doc_k[j * data.doc_k_stride] : 0;
+    for (int v = run.v0; v < run.v1; v++) {
+      float *at = s + j * ROWS + v * VL;
+      vi blocked = blocked_by_position(P, v, splat(n0 + j));
+      if (hidden) blocked |= -1;
+      if (data.mask) blocked |= load(data.mask + j * ROWS + v * VL) == 0.f;
+      if (data.doc_k)
+        blocked |= (load(P.doc_low + v * VL) != int32_t(doc)) |
+                   (load(P.doc_high + v * VL) != int32_t(doc >> 32));
+      const vf x = blocked ? splat(-INFINITY) : load(at);
+      store(at, x);
+      store(m + v * VL, vmax(x, load(m + v * VL)));
+    }
+  }
+}
+
+// Steps 3 and 4. base is m, and 0 for a row that has seen nothing. Where the values are not CLEAN a
+// blocked p is told from one that underflowed.
+template <int N, bool CLEAN>
+NOINLINE void exponentials(float *s, int keys, const float *base, float exponent, float *l) {
+  vf m_i[N], l_i[N];
+  UNROLL for (int v = 0; v < N; v++) {
+    m_i[v] = load(base + v * VL);
+    l_i[v] = load(l + v * VL);
+  }
+  for (int j = 0; j < keys; j++, s += ROWS)
+    UNROLL for (int v = 0; v < N; v++) {
+      const vf s_ij = load(s + v * VL);
+      const vf p_ij = exp2((s_ij - m_i[v]) * exponent);
+      store(s + v * VL, CLEAN ? p_ij
+                        : s_ij == -INFINITY ? vf(splat(BLOCKED_BITS))
+                                            : p_ij);
+      l_i[v] += p_ij;
+    }
+  UNROLL for (int v = 0; v < N; v++) store(l + v * VL, l_i[v]);
+}
+
+}  // namespace
