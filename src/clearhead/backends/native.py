@@ -1,9 +1,9 @@
 """clearhead's own CPU kernels (csrc/), compiled when the package is installed.
 
-The library is a plain C interface, reached through ctypes on the first call that needs it. Its work
-runs on torch's own threads: torch's parallel loop is handed in as a function pointer, since a second
-pool beside it would spin against the first. The forward pass is the op `clearhead::native`; its
-backward is the op of `chunked`, from the row maximum m and sum z that the kernels save.
+The library is a plain C interface, reached through ctypes on the first call that needs it. Its
+work runs on torch's own threads: torch's parallel loop is handed in as a function pointer, since a
+second pool beside it would spin against the first. The forward pass is the op `clearhead::native`;
+its backward is the op of `chunked`, from the row maximum m and sum z that the kernels save.
 """
 
 import ctypes
