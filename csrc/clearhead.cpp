@@ -77,7 +77,7 @@ Plan make_plan(const clearhead_call &c, const Kernel &kernel) {
   p.exponent = float(p.raw ? c.scale * LOG2E : LOG2E);
 
   p.panel_floats = whole_lines(ceil_div(kernel.panel_bytes, sizeof(float)));
-  const int64_t tile = MAX_SCORE_ROWS * rows;
+  const int64_t tile = BLOCK * rows;
   int64_t at = 0;
   auto place = [&at](int64_t floats) {
     const int64_t start = at;
@@ -90,7 +90,7 @@ Plan make_plan(const clearhead_call &c, const Kernel &kernel) {
   p.at_scores = place(tile);
   p.at_cut = place(p.out_floats);
   p.at_mask = place(c.mask.data ? tile : 0);
-  p.at_added = place(c.added[0].data || c.added[1].data ? tile : 0);
+  for (int n = 0; n < 2; n++) p.at_added[n] = place(c.added[n].data ? tile : 0);
   p.at_key = place(BLOCK * c.D);
   p.at_value = place(BLOCK * c.Dv);
   p.worker_floats = at;

@@ -32,7 +32,7 @@ struct Item {
   const clearhead_call &call;
   int64_t b, g;  // batch item and key/value head
   int panels;
-  float *q, *out, *scores, *cut, *mask, *added, *key, *value;
+  float *q, *out, *scores, *cut, *mask, *added[2], *key, *value;
   float *panel_floats;
 
   Panel &panel(int n) const {
@@ -157,6 +157,8 @@ NOINLINE bool start_block(const Item &item, int64_t n0, int64_t end, Block &bloc
   block.keys = int(least(to_tile(least(end, block.n1) - n0), block.n1 - n0));
   block.loaded = false;
   block.data = {};
+  for (int n = 0; n < 2; n++)
+    if (c.added[n].data) block.data.added[n] = item.added[n];
   if (c.key_mask) {
     const uint8_t *at = c.key_mask + item.b * c.key_mask_strides[0] + n0 * c.key_mask_strides[1];
     int seen = 0;
@@ -221,17 +223,11 @@ void score_run(const Item &item, const Panel &P, const Block &block, const Data 
   BY_VECTORS(run.v1 - run.v0, scores, block.K, q + v0, int(c.D), P, run, n0, last,
              item.scores + v0, m + v0)
   if (last) return;
-  if (!item.plan.raw) {
-    shape(item.plan, P, run, n0, item.scores);
-    for (const clearhead_dense &added : c.added) {
-      if (!added.data) continue;
-      for (int v = run.v0; v < run.v1; v++)
-        read_dense(added, item.b, P.place + v * VL, block.n0 + run.j0, block.n0 + run.j1,
-                   item.added + run.j0 * ROWS + v * VL);
-      add(item.added, run, item.scores);
-    }
-  }
-  block_keys(P, data, run, n0, item.scores, m);
+  for (int n = 0; n < 2; n++)
+    for (int v = run.v0; data.added[n] && v < run.v1; v++)
+      read_dense(c.added[n], item.b, P.place + v * VL, n0 + run.j0, n0 + run.j1,
+                 item.added[n] + run.j0 * ROWS + v * VL);
+  rule_scores(item.plan, P, data, run, n0, item.scores, m);
 }
 
 template <bool CLEAN>
@@ -346,8 +342,8 @@ void run_item(const Plan &plan, int64_t number, float *at) {
   const Item item = {plan, c, head / c.Hkv, head % c.Hkv,
                      int(least(plan.group, plan.panels - start)), at + plan.at_q,
                      at + plan.at_out, at + plan.at_scores, at + plan.at_cut, at + plan.at_mask,
-                     at + plan.at_added, at + plan.at_key, at + plan.at_value,
-                     at + plan.at_panels};
+                     {at + plan.at_added[0], at + plan.at_added[1]}, at + plan.at_key,
+                     at + plan.at_value, at + plan.at_panels};
   int64_t first = c.S, end = 0;
   for (int n = 0; n < item.panels; n++) {
     start_panel<T>(item, start + n, n);

@@ -9,7 +9,6 @@ namespace clearhead {
 
 constexpr int BLOCK = 96;      // keys per block, counted from key 0: what makes a row's bits its own
 constexpr int MAX_PANELS = 8;  // panels of query rows that share a block of keys
-constexpr int MAX_SCORE_ROWS = BLOCK;
 
 // How one call is cut, and where each part of a worker's workspace starts, in floats.
 struct Plan {
@@ -23,7 +22,7 @@ struct Plan {
   bool raw;             // scores stay q . k, and the scale goes into the exponent
   float scale, exponent;  // exp(s - m) = exp2((s - m) * exponent)
   int64_t q_floats, out_floats, panel_floats;  // of one panel
-  int64_t at_q, at_out, at_panels, at_scores, at_cut, at_mask, at_added, at_key, at_value;
+  int64_t at_q, at_out, at_panels, at_scores, at_cut, at_mask, at_added[2], at_key, at_value;
   int64_t worker_floats;
 };
 

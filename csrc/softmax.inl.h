@@ -33,7 +33,8 @@ struct Panel {
 
 // The rules of one block that need a look at data, NULL where there is none.
 struct Data {
-  const float *mask;  // tile of 0 and 1
+  const float *mask;      // tile of 0 and 1
+  const float *added[2];  // tiles
   const uint8_t *key_mask;
   int64_t key_mask_stride;
   const int64_t *doc_k;
@@ -77,49 +78,48 @@ NOINLINE void scores(Rows K, const float *q, int D, const Panel &P, const Run &r
 }
 
 // Step 1, what a scale that is not folded, a softcap and ALiBi make of the product.
-NOINLINE void shape(const Plan &plan, const Panel &P, const Run &run, int n0, float *s) {
-  const float cap = float(plan.call->softcap), per_cap = cap ? 1 / cap : 0;
-  for (int j = run.j0; j < run.j1; j++)
-    for (int v = run.v0; v < run.v1; v++) {
-      float *at = s + j * ROWS + v * VL;
-      vf x = load(at) * plan.scale;
-      if (cap) x = tanh(x * per_cap) * cap;
-      if (plan.call->slopes) {
-        const vi apart = load(P.own + v * VL) - (n0 + j);
-        const vf distance = __builtin_convertvector(apart < 0 ? -apart : apart, vf);
-        x -= load(P.slope + v * VL) * distance;
+INLINE vf shaped(const clearhead_call &c, float scale, float per_cap, vf x, vf slope, vi apart) {
+  x *= scale;
+  if (c.softcap != 0) x = tanh(x * per_cap) * float(c.softcap);
+  if (c.slopes) x -= slope * __builtin_convertvector(apart < 0 ? -apart : apart, vf);
+  return x;
+}
+
+// Steps 1 and 2, what needs more than the product and the positions.
+NOINLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, const Run &run,
+                          int n0, float *s, float *m) {
+  const clearhead_call &c = *plan.call;
+  const float per_cap = c.softcap != 0 ? 1 / float(c.softcap) : 0;
+  const vf never = splat(-INFINITY);
+  for (int v = run.v0; v < run.v1; v++) {
+    const int lane = v * VL;
+    const vi first = load(P.first + lane), end = load(P.end + lane), own = load(P.own + lane);
+    const vi low = load(P.doc_low + lane), high = load(P.doc_high + lane);
+    const vf slope = load(P.slope + lane);
+    vf top = load(m + lane);
+    for (int j = run.j0; j < run.j1; j++) {
+      const int at = j * ROWS + lane;
+      vf x = load(s + at);
+      if (!plan.raw) x = shaped(c, plan.scale, per_cap, x, slope, own - (n0 + j));
+      vi blocked = {};
+      for (const float *added : data.added) {
+        if (!added) continue;
+        const vf y = load(added + at);
+        x += y;
+        blocked |= y == never;
       }
-      store(at, x);
+      if (run.cut) blocked |= (n0 + j < first) | (n0 + j >= end);
+      if (data.mask) blocked |= load(data.mask + at) == 0.f;
+      if (data.key_mask && !data.key_mask[j * data.key_mask_stride]) blocked |= -1;
+      if (data.doc_k) {
+        const int64_t doc = data.doc_k[j * data.doc_k_stride];
+        blocked |= (low != int32_t(doc)) | (high != int32_t(doc >> 32));
+      }
+      x = blocked ? never : x;
+      store(s + at, x);
+      top = vmax(x, top);
     }
-}
-
-// Step 1, a tensor added, whose -inf blocks.
-NOINLINE void add(const float *added, const Run &run, float *s) {
-  for (int j = run.j0; j < run.j1; j++)
-    for (int v = run.v0; v < run.v1; v++) {
-      float *at = s + j * ROWS + v * VL;
-      const vf x = load(at), y = load(added + j * ROWS + v * VL);
-      store(at, (x == -INFINITY) | (y == -INFINITY) ? splat(-INFINITY) : x + y);
-    }
-}
-
-// Step 1, blocked keys, and step 2.
-NOINLINE void block_keys(const Panel &P, const Data &data, const Run &run, int n0, float *s, float *m) {
-  for (int j = run.j0; j < run.j1; j++) {
-    const bool hidden = data.key_mask && !data.key_mask[j * data.key_mask_stride];
-    const int64_t doc = data.doc_k ? data.doc_k[j * data.doc_k_stride] : 0;
-    for (int v = run.v0; v < run.v1; v++) {
-      float *at = s + j * ROWS + v * VL;
-      vi blocked = blocked_by_position(P, v, splat(n0 + j));
-      if (hidden) blocked |= -1;
-      if (data.mask) blocked |= load(data.mask + j * ROWS + v * VL) == 0.f;
-      if (data.doc_k)
-        blocked |= (load(P.doc_low + v * VL) != int32_t(doc)) |
-                   (load(P.doc_high + v * VL) != int32_t(doc >> 32));
-      const vf x = blocked ? splat(-INFINITY) : load(at);
-      store(at, x);
-      store(m + v * VL, vmax(x, load(m + v * VL)));
-    }
+    store(m + lane, top);
   }
 }
 

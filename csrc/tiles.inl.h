@@ -13,27 +13,43 @@ struct Place {
   int32_t h, i;
 };
 
+// VL rows from d on, n of their numbers, to lanes. A full tile stays in registers.
 template <class T>
-NOINLINE void pack_rows(const T *const *row, float *to, int D) {
-  for (int d = 0; d < D; d += VL) {
-    vf x[VL];
-    const int n = D - d;
+INLINE void rows_to_lanes(const T *const *row, int64_t d, int n, float *to) {
+  vf x[VL];
+  if (n >= VL) {
+    UNROLL for (int r = 0; r < VL; r++) x[r] = load_as_float(row[r] + d);
+    transpose(x);
+    UNROLL for (int c = 0; c < VL; c++) store(to + c * ROWS, x[c]);
+  } else {
     for (int r = 0; r < VL; r++) x[r] = load_as_float(row[r] + d, n);
     transpose(x);
-    for (int c = 0; c < (n < VL ? n : VL); c++) store(to + (d + c) * ROWS, x[c]);
+    for (int c = 0; c < n; c++) store(to + c * ROWS, x[c]);
   }
+}
+
+template <class T>
+NOINLINE void pack_rows(const T *const *row, float *to, int D) {
+  for (int d = 0; d < D; d += VL) rows_to_lanes(row, d, D - d, to + d * ROWS);
 }
 
 // Rows times a factor, to the first n of the addresses.
 template <class T>
 NOINLINE void unpack_rows(const float *from, vf factor, T *const *row, int n, int Dv) {
-  for (int d = 0; d < Dv; d += VL) {
-    vf x[VL];
-    const int left = Dv - d;
-    for (int c = 0; c < VL; c++) x[c] = c < left ? load(from + (d + c) * ROWS) * factor : vf{};
+  int d = 0;
+  vf x[VL];
+  for (; d + VL <= Dv; d += VL) {
+    UNROLL for (int c = 0; c < VL; c++) x[c] = load(from + (d + c) * ROWS) * factor;
     transpose(x);
-    for (int r = 0; r < n; r++) store_from_float(x[r], row[r] + d, left);
+    if (n == VL)
+      UNROLL for (int r = 0; r < VL; r++) convert(x[r], row[r] + d);
+    else
+      for (int r = 0; r < n; r++) convert(x[r], row[r] + d);
   }
+  if (d == Dv) return;
+  for (int c = 0; c < VL; c++) x[c] = d + c < Dv ? load(from + (d + c) * ROWS) * factor : vf{};
+  transpose(x);
+  for (int r = 0; r < n; r++) store_from_float(x[r], row[r] + d, Dv - d);
 }
 
 template <class T>
@@ -64,15 +80,17 @@ INLINE Rows float_rows(const T *from, int64_t stride, int n, int D, float *copy)
 
 // x * 0 is NaN for what is not finite, and stays so in the sum.
 NOINLINE bool all_finite(Rows V, int n, int Dv) {
-  vf found = {};
+  vf found[4] = {};  // independent sums, or each addition would wait for the last
   float last = 0;
   for (int j = 0; j < n; j++) {
     const float *v_j = V.at + j * V.stride;
     int d = 0;
-    for (; d + VL <= Dv; d += VL) found += load_as_float(v_j + d) * 0.f;
+    for (; d + 4 * VL <= Dv; d += 4 * VL)
+      UNROLL for (int c = 0; c < 4; c++) found[c] += load_as_float(v_j + d + c * VL) * 0.f;
+    for (; d + VL <= Dv; d += VL) found[0] += load_as_float(v_j + d) * 0.f;
     for (; d < Dv; d++) last += v_j[d] * 0.f;
   }
-  return last == 0 && !any(found != 0.f);
+  return last == 0 && !any(found[0] + found[1] + found[2] + found[3] != 0.f);
 }
 
 // Keys [j0, j1) of VL rows of a dense tensor; at[r] is where key 0 of row r stands.
@@ -85,13 +103,10 @@ NOINLINE void read_tile(const T *data, const int64_t *at, int64_t stride, int64_
     for (int64_t j = j0; j < j1; j++, to += ROWS)
       store(to, splat(one_as_float(data + at[0] + j * stride)));
   } else if (stride == 1) {
-    for (int64_t j = j0; j < j1; j += VL, to += VL * ROWS) {
-      vf x[VL];
-      const int n = j1 - j < VL ? int(j1 - j) : VL;
-      for (int r = 0; r < VL; r++) x[r] = load_as_float(data + at[r] + j, n);
-      transpose(x);
-      for (int c = 0; c < n; c++) store(to + c * ROWS, x[c]);
-    }
+    const T *row[VL];
+    for (int r = 0; r < VL; r++) row[r] = data + at[r];
+    for (int64_t j = j0; j < j1; j += VL, to += VL * ROWS)
+      rows_to_lanes(row, j, int(j1 - j), to);
   } else {
     for (int64_t j = j0; j < j1; j++, to += ROWS)
       for (int r = 0; r < VL; r++) to[r] = one_as_float(data + at[r] + j * stride);

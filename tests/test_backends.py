@@ -102,7 +102,8 @@ def test_asking_for_more_does_not_change_the_output(name, dtype):
     assert aux.lse.dtype == aux.weights.dtype == torch.float32
     query.requires_grad_()
     assert torch.equal(attention(query, key, value, **rules, backend="chunked").detach(), alone)
-    only_lse = attention(query, key, value, **rules, return_aux=AuxRequest(lse=True))[1]
+    request = AuxRequest(lse=True)
+    only_lse = attention(query, key, value, **rules, backend="chunked", return_aux=request)[1]
     assert torch.equal(only_lse.lse, aux.lse) and only_lse.weights is None
 
 

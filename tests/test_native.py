@@ -519,6 +519,15 @@ def test_compiled():
     same_bits(*(torch.autograd.grad(t.square().sum(), query)[0] for t in (out, expected)))
 
 
+@pytest.mark.parametrize("name", ["causal square", "everything", "documents"])
+def test_asking_for_more_does_not_change_a_bit(name):
+    query, key, value, rules = NAMES[name].make()
+    alone = attend(query, key, value, **rules)
+    same_bits(attend(query, key, value, **rules, return_aux=AuxRequest(lse=True))[0], alone)
+    query.requires_grad_()
+    same_bits(attend(query, key, value, **rules).detach(), alone)
+
+
 def test_second_derivatives():
     query, key, value = (t.requires_grad_() for t in draw(L=5, S=7, D=4, Dv=4))
 
