@@ -11,6 +11,7 @@
 namespace clearhead {
 #include "vec_avx512.h"
 #include "microkernel.inl.h"
+#include "panel.inl.h"
 #include "tiles.inl.h"
 #include "softmax.inl.h"
 #include "forward.inl.h"

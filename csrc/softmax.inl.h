@@ -10,27 +10,6 @@
 
 namespace {
 
-// Keys [j0, j1) of a block, counted from its start n0, seen by vectors [v0, v1) of a panel. It is cut
-// when some row of these does not see all of these keys.
-struct Run {
-  int j0, j1, v0, v1;
-  bool cut;
-};
-
-struct Panel {
-  int rows, vectors;
-  int lo[NV], hi[NV];            // keys that some row of a vector sees by its position
-  int all_lo[NV], all_hi[NV];    // keys that every row of it sees
-  int64_t doc_least, doc_most;   // documents of the rows
-  alignas(64) int32_t first[ROWS], end[ROWS];  // keys that a row sees by its position
-  alignas(64) int32_t own[ROWS];
-  alignas(64) int32_t doc_low[ROWS], doc_high[ROWS];  // halves of the number of its document
-  alignas(64) float slope[ROWS];
-  alignas(64) float m[ROWS], l[ROWS];  // so far
-  alignas(64) float l_lost[ROWS];      // what rounding took from l
-  Place place[ROWS];
-};
-
 // The rules of one block that need a look at data, NULL where there is none.
 struct Data {
   const float *mask;      // tile of 0 and 1

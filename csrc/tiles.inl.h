@@ -8,11 +8,6 @@
 
 namespace {
 
-// A row of a panel: its query head and number. Lanes beyond the last row repeat it.
-struct Place {
-  int32_t h, i;
-};
-
 // VL rows from d on, n of their numbers, to lanes. A full tile stays in registers.
 template <class T>
 INLINE void rows_to_lanes(const T *const *row, int64_t d, int n, float *to) {
