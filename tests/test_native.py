@@ -56,6 +56,13 @@ def test_the_library_was_built_and_is_first():
     assert "thread" in told.how
 
 
+def test_few_rows_go_elsewhere_until_there_are_kernels_for_them():
+    few, many = draw(L=1), draw(L=3)
+    assert explain(*few).backend != "native" and explain(*many).backend == "native"
+    assert explain(*few).reasons["native"].startswith("would serve, but ")
+    assert explain(*few, deterministic=True).backend == "native"
+
+
 REFUSED = {
     "float64": (lambda: draw(dtype=torch.float64), {}, "query is float64"),
     "dropout": (draw, {"dropout_p": 0.5}, "no dropout"),
@@ -283,7 +290,9 @@ def test_no_symbol_is_shared_between_instruction_sets():
     """The linker keeps one copy of a weak symbol, which might be the one for AVX-512."""
     path = native._find()
     told = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True)
-    found = [line for line in told.stdout.splitlines() if line.split()[-2:-1] in (["W"], ["V"])]
+    found = [
+        line for line in told.stdout.splitlines() if line.split()[-2:-1] in (["W"], ["V"], ["u"])
+    ]
     assert told.stdout.count("clearhead_forward") and not found
 
 
