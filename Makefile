@@ -48,7 +48,7 @@ $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/package: $(VENV)/created pyproject.toml constraints.txt
+$(VENV)/package: $(VENV)/created pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 	@echo "Installing clearhead and torch (a few hundred megabytes, once) ..."
 	$(PIP) --constraint constraints.txt --editable .
 	@touch $@

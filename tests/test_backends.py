@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from clearhead import AuxRequest, attention, explain
+from clearhead import AuxRequest, attention, attention_by_definition, explain
 from clearhead.backends import BACKENDS, blocks
-from clearhead.testing import CASES, PLANTED_BUGS, check
+from clearhead.testing import CASES, PLANTED_BUGS, assert_within_budget, check, plain
 
 HALF = (torch.bfloat16, torch.float16)
 FULL = (torch.float32, torch.float64)
@@ -102,8 +102,26 @@ def test_asking_for_more_does_not_change_the_output(name, dtype):
     assert aux.lse.dtype == aux.weights.dtype == torch.float32
     query.requires_grad_()
     assert torch.equal(attention(query, key, value, **rules, backend="chunked").detach(), alone)
-    only_lse = attention(query, key, value, **rules, return_aux=AuxRequest(lse=True))[1]
+    request = AuxRequest(lse=True)
+    only_lse = attention(query, key, value, **rules, backend="chunked", return_aux=request)[1]
     assert torch.equal(only_lse.lse, aux.lse) and only_lse.weights is None
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "chunked", "auto"])
+@pytest.mark.parametrize("name", ["plain", "causal square", "key mask"])
+def test_every_backend_returns_lse_and_weights_beside_the_same_output(backend, name):
+    """What it has not itself is computed beside it, and explain says so."""
+    query, key, value, rules = NAMES[name].make()
+    alone = attention(query, key, value, **rules, backend=backend)
+    request = AuxRequest(lse=True, weights=True)
+    out, aux = attention(query, key, value, **rules, backend=backend, return_aux=request)
+    assert torch.equal(out, alone)
+    _, lse, weights = attention_by_definition(query, key, value, **rules, return_aux=True)
+    assert_within_budget(aux.lse, lse, plain(query, key, value, **rules)[1], "lse")
+    assert_within_budget(aux.weights, weights, plain(query, key, value, **rules)[2], "weights")
+    notes = explain(query, key, value, **rules, backend=backend, return_aux=request).notes
+    said = [note for note in notes if note.endswith("from a pass of chunked without values")]
+    assert len(said) == (backend != "chunked")
 
 
 # Bugs in what sdpa does not serve: it has no case in which they could show.
@@ -163,9 +181,6 @@ FLEX = {
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("rules", FLEX.values(), ids=FLEX)
 def test_flex(rules):
-    from clearhead import attention_by_definition
-    from clearhead.testing import assert_within_budget, plain
-
     query, key = torch.randn(2, 4, 20, 32), torch.randn(2, 2, 23, 32)
     value = torch.randn(2, 2, 23, 16)
     assert explain(query, key, value, **rules, backend="flex").backend == "flex"

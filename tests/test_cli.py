@@ -165,7 +165,7 @@ def test_explain_names_the_backend_and_a_reason_for_every_other():
     chosen = clearhead.explain(x, x, x, is_causal=True)
     assert lines[2].split()[0] == chosen.backend and lines[2].endswith(chosen.how)
     names = {line.split()[0] for line in lines[2:] if line and not line.startswith(" ")}
-    assert names == {"chunked", "sdpa", "flex"}
+    assert names == {"chunked", "native", "sdpa", "flex"}
     assert all(len(line.split()) > 2 for line in lines[2:] if line and not line.startswith(" "))
 
 

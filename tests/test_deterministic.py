@@ -192,9 +192,9 @@ def test_documents_and_padding_keep_their_bits_too():
 def test_backends_that_cannot_promise_it_say_so(backend, sentence):
     query, key, value = draw(5, D=16, Dv=16)
     told = explain(query, key, value, deterministic=True)
-    assert told.backend == "chunked" and told.reasons[backend] == sentence
+    assert told.backend == "native" and told.reasons[backend] == sentence
     with pytest.raises(NotImplementedError) as raised:
         attention(query, key, value, deterministic=True, backend=backend)
     assert str(raised.value) == (
-        f'attention(backend="{backend}"): {sentence}; backend="auto" runs this call with chunked'
+        f'attention(backend="{backend}"): {sentence}; backend="auto" runs this call with native'
     )

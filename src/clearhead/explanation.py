@@ -86,14 +86,18 @@ def explain(
 
 
 def _notes(problem: Problem, name: str) -> tuple[str, ...]:
-    if backends.BACKENDS[name].leaks(problem) and problem.wild:
-        return (
+    p, notes, backend = problem, [], backends.BACKENDS[name]
+    lacking = backends.lacks(p, backend)
+    if lacking:
+        notes.append(f"{' and '.join(lacking)} will come from a pass of chunked without values")
+    if backend.leaks(p) and p.wild:
+        notes.append(
             "query, key or value hold NaN, Inf or numbers whose products could overflow: this "
-            "backend gets 0 in their place, and rows that may see them are computed by chunked",
+            "backend gets 0 in their place, and rows that may see them are computed by chunked"
         )
-    if problem.device.type != "cuda" or name == "chunked" or problem.visibility.full:
-        return ()
-    return (
-        "NaN or Inf in a key or value that only some rows may attend spoils other rows in torch's "
-        'GPU kernels; backend="chunked" keeps it out',
-    )
+    if p.device.type == "cuda" and name != "chunked" and not p.visibility.full:
+        notes.append(
+            "NaN or Inf in a key or value that only some rows may attend spoils other rows in "
+            'torch\'s GPU kernels; backend="chunked" keeps it out'
+        )
+    return tuple(notes)

@@ -1,10 +1,12 @@
 """Which backend runs a call, and why not each other one.
 
-A backend is a module with NAME, why_not(problem) -> a sentence or None, describe(problem) -> how it
-would run the call, forward(problem) -> (out, Aux), and leaks(problem) -> whether NaN or Inf could
-reach rows that must not see it. It never imports another backend.
+A backend is a module with NAME, why_not(problem) -> a sentence or None, describe(problem) -> how
+it would run the call, forward(problem) -> (out, Aux), gives(problem) -> what of an AuxRequest is in
+that Aux, and leaks(problem) -> whether NaN or Inf could reach rows that must not see it. It never
+imports another backend.
 """
 
+import dataclasses
 from types import ModuleType
 
 import torch
@@ -12,19 +14,33 @@ from torch import Tensor
 
 from ..problem import Problem
 from ..results import Aux
-from . import chunked, flex, sdpa
+from . import chunked, flex, native, sdpa
 
-BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (sdpa, flex, chunked)}
+BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (native, sdpa, flex, chunked)}
 
 
 def preference(problem: Problem) -> list[ModuleType]:
     """The backends from the fastest to the slowest for a call, whether they can serve it or not."""
     if problem.device.type == "cpu":
         # flex compiles for seconds per kind of call, so on a CPU it runs only when asked for.
-        return [chunked, sdpa, flex] if _passes_over(problem) else [sdpa, chunked, flex]
+        torchs = [chunked, sdpa] if _passes_over(problem) else [sdpa, chunked]
+        return [*torchs, native, flex] if _has_few_rows(problem) else [native, *torchs, flex]
     if problem.visibility.limits == (None, 0) and not problem.visibility.by_data:
-        return [sdpa, flex, chunked]
-    return [sdpa, flex, chunked] if problem.visibility.full else [flex, sdpa, chunked]
+        return [sdpa, flex, chunked, native]
+    fused = [sdpa, flex] if problem.visibility.full else [flex, sdpa]
+    return [*fused, chunked, native]
+
+
+def _has_few_rows(p: Problem) -> bool:
+    """Whether a key serves so few rows that the native kernels' lanes stay empty.
+
+    Measured as below, 16 lanes: one float32 row runs at 0.4 of sdpa's speed, two and three at 0.9
+    to 1.3, four at 1.1; half types, widened once, at 1.2 and more from one row of 256 keys on.
+    """
+    # One backend for one row and for many, since the bits may not depend on how a prompt was cut.
+    if p.deterministic or torch.compiler.is_compiling():  # a length that is compared becomes fixed
+        return False
+    return p.dtype == torch.float32 and p.L * p.G <= 4
 
 
 def _passes_over(p: Problem) -> bool:
@@ -58,10 +74,27 @@ def why_later(problem: Problem, backend: ModuleType, chosen: ModuleType) -> str:
 def run(problem: Problem, name: str = "auto") -> tuple[Tensor, Aux]:
     """Run a call on the backend that `choose` gives: out (B, H, L, Dv), and what aux asks for.
 
+    What it cannot return beside its output comes from a pass of chunked without values, so that
+    asking for more never changes the output.
     Where that backend would leak NaN, Inf or overflow, it gets 0 in their place, so that rows which
     may not see them keep their bits; rows that may are chunked's.
     """
     backend = choose(problem, name)
+    out, aux = _guarded(backend, problem)
+    if lacks(problem, backend):
+        beside = dataclasses.replace(problem, value=problem.value[..., :0], dropout_p=0.0)
+        extra = chunked.forward(beside)[1]
+        aux = Aux(extra.lse if aux.lse is None else aux.lse, extra.weights)
+    return out, aux
+
+
+def lacks(problem: Problem, backend: ModuleType) -> list[str]:
+    """What a call asks for beside its output that the backend does not give."""
+    asked = [name for name in ("lse", "weights") if getattr(problem.aux, name)]
+    return [name for name in asked if name not in backend.gives(problem)]
+
+
+def _guarded(backend: ModuleType, problem: Problem) -> tuple[Tensor, Aux]:
     if not backend.leaks(problem) or not problem.wild:
         return backend.forward(problem)
     out, aux = backend.forward(problem.tamed())

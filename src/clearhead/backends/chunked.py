@@ -41,6 +41,11 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
+def gives(problem: Problem) -> set[str]:
+    """What this backend can return beside the output, by the names of AuxRequest."""
+    return {"lse", "weights"}
+
+
 def leaks(problem: Problem) -> bool:
     """Whether NaN or Inf could reach rows that must not see it: never."""
     return False
@@ -235,15 +240,23 @@ def _backward_block(
     q_i, dout_i = block.rows(p.query), block.rows(d_out)
     m_i, z_i, dlse_i = (block.rows(t.unsqueeze(-1)) for t in (m, z, d_lse))
     base, empty = _stabilizer(m_i), z_i == 0
-    z_i = z_i.masked_fill(empty, 1)
-    delta_i, held = -dlse_i, []
+    # z is summed again: m and z may come from kernels whose scores round differently, and only with
+    # the sum of these very p do the weights of a row sum to 1.
+    z_i = torch.zeros_like(m_i) if p.sinks is None else (block.sinks(p.sinks) - base).exp()
+    delta_i, again, held = -dlse_i, [], []
 
     for tile in block.tiles:
-        # Steps 1 to 4 again: w_ij = p_ij / z_i.
+        # Steps 1 to 4 again.
         allowed = block.allowed(tile)
-        blocked = None if safe or allowed is None else ~allowed
         s_ij, tanh_ij = block.scores(q_i, block.keys(p.key, tile), tile, allowed)
-        w_ij = _erase(s_ij.sub_(base).exp_().div_(z_i), blocked)
+        p_ij = s_ij.sub_(base).exp_()
+        z_i = z_i + p_ij.sum(-1, keepdim=True)
+        again.append((tile, allowed, tanh_ij, p_ij))
+    z_i = z_i.masked_fill(empty, 1)
+
+    for tile, allowed, tanh_ij, p_ij in again:
+        blocked = None if safe or allowed is None else ~allowed
+        w_ij = _erase(p_ij.div_(z_i), blocked)
         see = None if safe else seen(allowed, w_ij)
 
         # 5   out_i = sum_j dropout(w_ij) v_j

@@ -30,8 +30,6 @@ def why_not(problem: Problem) -> str | None:
         return f"FlexAttention's answers on {p.device.type} have not been checked"
     if p.deterministic:
         return "FlexAttention does not promise one answer for every way a prompt is cut"
-    if p.aux.weights:
-        return "FlexAttention returns no weights"
     if p.dropout_p > 0:
         return "FlexAttention has no dropout"
     if in_transform():
@@ -55,11 +53,16 @@ def why_not(problem: Problem) -> str | None:
 def _why_not_on_cpu(p: Problem) -> str | None:
     if p.needs_grad:
         return "FlexAttention has no backward on a CPU"
-    if p.aux.lse or p.sinks is not None:
-        return "FlexAttention returns no lse on a CPU, which sinks are applied by too"
+    if p.sinks is not None:
+        return "FlexAttention returns no lse on a CPU, by which sinks are applied"
     if leaks(p) and torch.compiler.is_compiling():
         return "numbers cannot be seen while tracing, and blocked NaN and Inf would pass"
     return None
+
+
+def gives(problem: Problem) -> set[str]:
+    """What this backend can return beside the output, by the names of AuxRequest."""
+    return set() if problem.device.type == "cpu" else {"lse"}
 
 
 def leaks(problem: Problem) -> bool:
@@ -79,7 +82,7 @@ def forward(problem: Problem) -> tuple[Tensor, Aux]:
 
     p = problem
     key, value = _hide_unreachable(p)
-    wants_lse = p.aux.lse or p.sinks is not None
+    wants_lse = (p.aux.lse and "lse" in gives(p)) or p.sinks is not None
     found = _compiled()(
         p.query, key, value, score_mod=_score_mod(p), block_mask=_block_mask(p), scale=p.scale,
         enable_gqa=p.Hkv != p.H, return_aux=FlexAuxRequest(lse=True) if wants_lse else None,

@@ -28,6 +28,11 @@ def why_not(problem: Problem) -> str | None:
     return _by_kind(problem) or _by_rules(problem) or _by_numbers(problem)
 
 
+def gives(problem: Problem) -> set[str]:
+    """What this backend can return beside the output, by the names of AuxRequest."""
+    return set()
+
+
 def leaks(problem: Problem) -> bool:
     """Whether NaN or Inf could reach rows that must not see it: on a CPU, with any rule. (On a GPU
     a look at the numbers would wait for the device: `explain` says what holds there.)"""
@@ -84,8 +89,6 @@ def _by_kind(p: Problem) -> str | None:
     """What these kernels have not, whatever the rules and numbers."""
     if p.deterministic:
         return "torch's kernels do not promise one answer for every way a prompt is cut"
-    if p.aux.lse or p.aux.weights:
-        return "torch's fused kernels return neither lse nor weights"
     if p.softcap is not None:
         return "torch's fused kernels have no softcap"
     if p.sinks is not None:

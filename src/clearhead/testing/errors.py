@@ -119,9 +119,9 @@ ERRORS: tuple[Error, ...] = (
     Error("dropout over 1", _with(dropout_p=1.5), ValueError,
           "attention: dropout_p is 1.5; it must lie between 0 and 1"),
     Error("unknown backend", _with(backend="cuda"), ValueError,
-          "attention: backend is 'cuda'; it must be one of \"auto\", \"sdpa\", \"flex\", "
-          "\"chunked\""),
-    Error("a backend that cannot", _with(backend="sdpa", softcap=2.0), NotImplementedError,
+          "attention: backend is 'cuda'; it must be one of \"auto\", \"native\", \"sdpa\", "
+          "\"flex\", \"chunked\""),
+    Error("a backend that cannot", _with(backend="sdpa", softcap=2.0, dropout_p=0.1), NotImplementedError,
           'attention(backend="sdpa"): torch\'s fused kernels have no softcap; backend="auto" runs '
           "this call with chunked"),
     Error("aux as a bool", _with(return_aux=True), TypeError,

@@ -1,0 +1,86 @@
+// Which instruction set runs: what the processor has and the operating system saves, or the one that
+// the environment variable CLEARHEAD_ISA names.
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernel.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace clearhead {
+namespace {
+
+#if defined(__x86_64__)
+
+// Register states that the operating system saves, a bit each (Intel SDM volume 1, 13.1).
+constexpr uint64_t AVX_STATE = 0x06;     // XMM, YMM
+constexpr uint64_t AVX512_STATE = 0xe6;  // these, masks, upper halves of ZMM, ZMM16 to ZMM31
+
+uint64_t saved_states() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
+  uint32_t low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return uint64_t(high) << 32 | low;
+}
+
+bool has_avx2() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return false;
+  if (!(c & bit_FMA) || !(c & bit_F16C) || !(c & bit_AVX)) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2)) return false;
+  return (saved_states() & AVX_STATE) == AVX_STATE;
+}
+
+bool has_avx512() {
+  unsigned a, b, c, d;
+  if (!has_avx2() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const unsigned needed = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+  return (b & needed) == needed && (saved_states() & AVX512_STATE) == AVX512_STATE;
+}
+
+#endif
+
+bool always() { return true; }
+
+struct Entry {
+  const Kernel *kernel;
+  bool (*supported)();
+};
+
+// From the best to the one that runs anywhere.
+const Entry entries[] = {
+#if defined(__x86_64__)
+    {&avx512_kernel, has_avx512},
+    {&avx2_kernel, has_avx2},
+#endif
+    {&generic_kernel, always},
+};
+
+struct Choice {
+  const Kernel *kernel;
+  int32_t status;
+};
+
+Choice choose() {
+  const char *wanted = getenv("CLEARHEAD_ISA");
+  if (wanted && !*wanted) wanted = nullptr;
+  for (const Entry &entry : entries) {
+    if (wanted && strcmp(wanted, entry.kernel->name) != 0) continue;
+    if (entry.supported()) return {entry.kernel, CLEARHEAD_OK};
+    if (wanted) return {nullptr, CLEARHEAD_UNSUPPORTED_ISA};
+  }
+  return {nullptr, CLEARHEAD_UNKNOWN_ISA};
+}
+
+}  // namespace
+
+const Kernel *active_kernel(int32_t *status) {
+  static const Choice choice = choose();
+  *status = choice.status;
+  return choice.kernel;
+}
+
+}  // namespace clearhead

@@ -1,0 +1,22 @@
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernel.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace clearhead {
+#include "vec_avx2.h"
+#include "microkernel.inl.h"
+#include "panel.inl.h"
+#include "tiles.inl.h"
+#include "softmax.inl.h"
+#include "forward.inl.h"
+
+const Kernel avx2_kernel = {"avx2", ROWS, sizeof(Panel), run};
+}  // namespace clearhead
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,45 @@
+// What clearhead.cpp plans and a kernel carries out. Plain data only: inline functions or templates
+// here would be compiled once per instruction set, and the linker could hand the AVX-512 copy to an
+// older processor.
+#pragma once
+
+#include "clearhead.h"
+
+namespace clearhead {
+
+constexpr int BLOCK = 96;      // keys per block, counted from key 0: what makes a row's bits its own
+constexpr int MAX_PANELS = 8;  // panels of query rows that share a block of keys
+
+// How one call is cut, and where each part of a worker's workspace starts, in floats.
+struct Plan {
+  const clearhead_call *call;
+  int64_t G;
+  bool merged;          // rows of a group follow each other in the panels, g * L + i
+  int64_t panels;       // of one (b, key/value head)
+  int64_t group;        // panels that share a block of keys: an item of work
+  int64_t groups;       // items of one (b, key/value head)
+  int64_t items;        // of the whole call
+  bool raw;             // scores stay q . k, and the scale goes into the exponent
+  float scale, exponent;  // exp(s - m) = exp2((s - m) * exponent)
+  int64_t q_floats, out_floats, panel_floats;  // of one panel
+  int64_t at_q, at_out, at_panels, at_scores, at_cut, at_mask, at_added[2], at_key, at_value;
+  int64_t worker_floats;
+};
+
+struct Kernel {
+  const char *name;
+  int rows;  // of a panel
+  int panel_bytes;
+  void (*item)(const Plan &plan, int64_t item, float *workspace);
+};
+
+extern const Kernel generic_kernel;
+#if defined(__x86_64__)
+extern const Kernel avx2_kernel;
+extern const Kernel avx512_kernel;
+#endif
+
+// The kernel in use, or NULL and why not.
+const Kernel *active_kernel(int32_t *status);
+
+}  // namespace clearhead

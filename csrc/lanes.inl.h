@@ -1,0 +1,170 @@
+// What every vocabulary shares: vectors of VL lanes as the compiler's own, their conversions from
+// and to the element types, and exp2 and tanh.
+//
+// exp2(0) is exactly 1 (else every block of keys would rescale the older ones), 2^-200 is exactly 0
+// and NaN stays NaN.
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace {
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+typedef uint8_t vb __attribute__((vector_size(VL)));
+
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float16 {
+  uint16_t bits;
+};
+struct boolean {
+  uint8_t bits;
+};
+
+constexpr float LOG2E = 1.4426950408889634f;
+
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE vi splat(int32_t x) { return x - vi{}; }
+
+template <class V>
+INLINE V load_bytes(const void *from) {
+  V v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// Of panels and tiles, which start on a cache line.
+INLINE vf load(const float *from) { return *reinterpret_cast<const vf *>(from); }
+INLINE vi load(const int32_t *from) { return *reinterpret_cast<const vi *>(from); }
+INLINE void store(float *to, vf x) { *reinterpret_cast<vf *>(to) = x; }
+
+INLINE bool any(vi mask) {
+  int32_t found = 0;
+  UNROLL for (int r = 0; r < VL; r++) found |= mask[r];
+  return found != 0;
+}
+
+// -- element types ---------------------------------------------------------------------------------
+
+INLINE vf from_float16_by_bits(vh h) {
+  const vu bits = __builtin_convertvector(h, vu), rest = bits & 0x7fffu;
+  const vu normal = (rest << 13) + (112u << 23);
+  const vf denormal = __builtin_convertvector(vi(rest), vf) * 0x1p-24f;
+  vu x = rest < 0x400u ? vu(denormal) : rest < 0x7c00u ? normal : (rest << 13 | 0x7f800000u);
+  return vf(x | (bits & 0x8000u) << 16);
+}
+
+INLINE vh to_float16_by_bits(vf x) {
+  const vu bits = vu(x), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+  const vu rounded = (rest + 0xfffu + (rest >> 13 & 1u) - (112u << 23)) >> 13;
+  const vu denormal = vu(vf(rest) + 0.5f) - 0x3f000000u;  // 0.5 + x rounds x to a multiple of 2^-24
+  vu h = rest < (113u << 23) ? denormal : rest < 0x477ff000u ? rounded : (rest & 0u) + 0x7c00u;
+  h = rest > 0x7f800000u ? (rest & 0u) + 0x7e00u : h;
+  return __builtin_convertvector(h | sign, vh);
+}
+
+}  // namespace
+
+// Defined by the vocabulary that includes this file.
+namespace {
+INLINE vf from_float16(vh h);
+INLINE vh to_float16(vf x);
+INLINE vf times_power_of_two(vf p, vf n);
+INLINE vf vmax(vf a, vf b);
+INLINE vf interleave_low(vf a, vf b);
+INLINE vf interleave_high(vf a, vf b);
+
+INLINE vf load_as_float(const float *from) { return load_bytes<vf>(from); }
+INLINE vf load_as_float(const bfloat16 *from) {
+  return vf(__builtin_convertvector(load_bytes<vh>(from), vu) << 16);
+}
+INLINE vf load_as_float(const float16 *from) { return from_float16(load_bytes<vh>(from)); }
+INLINE vf load_as_float(const boolean *from) {
+  return __builtin_convertvector(__builtin_convertvector(load_bytes<vb>(from), vi), vf);
+}
+
+// The first n of VL elements, and 0: nothing is read beyond them.
+template <class T>
+INLINE vf load_as_float(const T *from, int n) {
+  if (n >= VL) return load_as_float(from);
+  T part[VL] = {};
+  for (int r = 0; r < n; r++) part[r] = from[r];
+  return load_as_float(part);
+}
+
+template <class T>
+INLINE float one_as_float(const T *from) {
+  return load_as_float(from, 1)[0];
+}
+INLINE float one_as_float(const float *from) { return *from; }
+
+INLINE void convert(vf x, float *to) { memcpy(to, &x, sizeof x); }
+INLINE void convert(vf x, bfloat16 *to) {
+  const vu bits = vu(x), even = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  const vh h = __builtin_convertvector(x == x ? even : (even & 0u) + 0x7fc0u, vh);
+  memcpy(to, &h, sizeof h);
+}
+INLINE void convert(vf x, float16 *to) {
+  const vh h = to_float16(x);
+  memcpy(to, &h, sizeof h);
+}
+
+template <class T>
+INLINE void store_from_float(vf x, T *to, int n) {
+  if (n >= VL) return convert(x, to);
+  T part[VL];
+  convert(x, part);
+  for (int r = 0; r < n; r++) to[r] = part[r];
+}
+
+// -- functions -------------------------------------------------------------------------------------
+
+// Worst relative error 1.2e-7, of which 2e-9 is the polynomial's (a least-squares fit, reweighted
+// to even the relative error out, on [-1/2, 1/2]).
+INLINE vf exp2(vf x) {
+  const vf round = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+  x = vmax(splat(-200.f), x);
+  const vf n = (x + round) - round, f = x - n;
+  vf p = f * 0.00015353325579781085f + 0.0013398876180872321f;
+  p = p * f + 0.009618437848985195f;
+  p = p * f + 0.055503323674201965f;
+  p = p * f + 0.24022647738456726f;
+  p = p * f + 0.6931471824645996f;
+  p = p * f + 1.f;
+  return times_power_of_two(p, n);
+}
+
+INLINE vf exp(vf x) { return exp2(x * LOG2E); }
+
+// By a polynomial up to 0.625, where 1 - 2 / (exp(2 x) + 1) would lose digits.
+INLINE vf tanh(vf x) {
+  const vi sign = vi(x) & INT32_MIN;
+  const vf y = vf(vi(x) & INT32_MAX), z = y * y;
+  vf p = z * -0.0057050008326768875f + 0.020639101043343544f;
+  p = p * z + -0.05373971909284592f;
+  p = p * z + 0.13331441581249237f;
+  p = p * z + -0.3333328068256378f;
+  // Beyond 10 it is 1; the order lets NaN through.
+  const vf far = y > 10.f ? splat(10.f) : y;
+  const vf by_exp = 1.f - 2.f / (exp2(far * (2 * LOG2E)) + 1.f);
+  return vf(vi(y < 0.625f ? y + y * z * p : by_exp) | sign);
+}
+
+// VL vectors of VL lanes: lane c of vector r goes to lane r of vector c.
+INLINE void transpose(vf (&x)[VL]) {
+  UNROLL for (int step = 1; step < VL; step *= 2) {
+    vf y[VL];
+    UNROLL for (int r = 0; r < VL / 2; r++) {
+      y[2 * r] = interleave_low(x[r], x[r + VL / 2]);
+      y[2 * r + 1] = interleave_high(x[r], x[r + VL / 2]);
+    }
+    UNROLL for (int r = 0; r < VL; r++) x[r] = y[r];
+  }
+}
+
+}  // namespace

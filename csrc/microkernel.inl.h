@@ -1,0 +1,87 @@
+// The two products, with query rows in the lanes and one register tile of sums.
+//
+//   dot       s_ij = sum_d q_id k_jd    for TILE keys j and NV vectors of rows i
+//   weigh     o_id = o_id a_i + sum_j p_ij v_jd    for TILE columns d and NV vectors of rows i
+//
+// Rows are in lanes, so k_jd and v_jd are read where they stand, one number at a time, any head size
+// works, and the order of every sum is j or d upwards whatever the tile: a row's bits do not know
+// its neighbours. Panels hold ROWS rows, d (or j) major.
+
+namespace {
+
+constexpr int NV = 3;  // vectors of rows in a panel
+constexpr int ROWS = NV * VL;
+// The p of a blocked key: adds nothing, and can be told from a p that has underflowed to 0.
+constexpr int32_t BLOCKED_BITS = INT32_MIN;  // -0.0f
+
+// A block of keys or values as float32 rows.
+struct Rows {
+  const float *at;
+  int64_t stride;
+};
+
+template <int KEYS, int N>
+INLINE void dot(Rows K, const float *q, int D, vf (&s_ij)[KEYS][N]) {
+  UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++) s_ij[j][v] = vf{};
+  const float *k[KEYS];
+  UNROLL for (int j = 0; j < KEYS; j++) k[j] = K.at + j * K.stride;
+  for (int d = 0; d < D; d++) {
+    vf q_i[N];
+    UNROLL for (int v = 0; v < N; v++) q_i[v] = load(q + d * ROWS + v * VL);
+    UNROLL for (int j = 0; j < KEYS; j++) {
+      const vf k_jd = splat(k[j][d]);
+      UNROLL for (int v = 0; v < N; v++) s_ij[j][v] += k_jd * q_i[v];
+    }
+  }
+}
+
+// COLUMNS columns of `weigh`. A block whose keys are cut (see Run) gathers its sum in o piece by
+// piece (whole = false) and is added to the output by `merge`, which makes the same sums.
+template <int COLUMNS, int N, bool CLEAN>
+INLINE void weigh_tile(const float *v_j, int64_t stride, const float *p, int keys, float *o,
+                       const float *a, bool whole) {
+  vf sum[COLUMNS][N];
+  UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++)
+    sum[d][v] = whole ? vf{} : load(o + d * ROWS + v * VL);
+  for (int j = 0; j < keys; j++, v_j += stride, p += ROWS) {
+    vf p_ij[N];
+    UNROLL for (int v = 0; v < N; v++) p_ij[v] = load(p + v * VL);
+    UNROLL for (int d = 0; d < COLUMNS; d++) {
+      const vf v_jd = splat(v_j[d]);
+      UNROLL for (int v = 0; v < N; v++) {
+        const vf added = sum[d][v] + v_jd * p_ij[v];
+        sum[d][v] = CLEAN ? added : vi(p_ij[v]) == BLOCKED_BITS ? sum[d][v] : added;
+      }
+    }
+  }
+  UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++) {
+    float *o_id = o + d * ROWS + v * VL;
+    store(o_id, whole ? load(o_id) * load(a + v * VL) + sum[d][v] : sum[d][v]);
+  }
+}
+
+// CLEAN says that all of V is finite here. If not, 0 * NaN has to be kept out by a selection.
+template <int N, bool CLEAN>
+NOINLINE void weigh(Rows V, const float *p, int keys, float *o, const float *a, int Dv,
+                    bool whole) {
+  int d = 0;
+  if (N == 1)
+    for (; d + TILE1 <= Dv; d += TILE1)
+      weigh_tile<TILE1, N, CLEAN>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
+  for (; d + TILE <= Dv; d += TILE)
+    weigh_tile<TILE, N, CLEAN>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
+  for (; d + 2 <= Dv; d += 2)
+    weigh_tile<2, N, CLEAN>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
+  if (d < Dv) weigh_tile<1, N, CLEAN>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
+}
+
+// o_id = o_id a_i + cut_id: the end of a block that was summed in pieces.
+NOINLINE void merge(const float *cut, float *o, const float *a, int Dv, int vectors) {
+  for (int d = 0; d < Dv; d++)
+    for (int v = 0; v < vectors; v++) {
+      float *o_id = o + d * ROWS + v * VL;
+      store(o_id, load(o_id) * load(a + v * VL) + load(cut + d * ROWS + v * VL));
+    }
+}
+
+}  // namespace

@@ -1,0 +1,126 @@
+// From products to weights, for one piece of a block of keys (a Run) and N vectors of rows.
+//
+//   1   s_ij = scale * (q_i . k_j), softcap, ALiBi, what is added; -inf where blocked
+//   2   m_i  = max(m_i, s_ij)
+//   3   p_ij = exp(s_ij - m_i), exactly 0 where blocked
+//   4   l_i += p_ij
+//
+// s - m comes first and is then scaled: rows whose scores are all about -3e38 are ordinary rows. A
+// blocked score is replaced, never added to, so NaN under a block is inert.
+
+namespace {
+
+// The rules of one block that need a look at data, NULL where there is none.
+struct Data {
+  const float *mask;      // tile of 0 and 1
+  const float *added[2];  // tiles
+  const uint8_t *key_mask;
+  int64_t key_mask_stride;
+  const int64_t *doc_k;
+  int64_t doc_k_stride;
+};
+
+INLINE vi blocked_by_position(const Panel &P, int v, vi j) {
+  return (j < load(P.first + v * VL)) | (j >= load(P.end + v * VL));
+}
+
+// Step 1, the product. `last` says that nothing else is done to the scores: then also the keys that
+// a row does not see by its position, and step 2.
+template <int KEYS, int N>
+INLINE void score_tile(Rows K, const float *q, int D, const Panel &P, int v0, int n, bool last,
+                       bool cut, float *s, vf (&top)[N]) {
+  vf s_ij[KEYS][N];
+  dot<KEYS, N>(K, q, D, s_ij);
+  if (last && cut)
+    UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++)
+      s_ij[j][v] = blocked_by_position(P, v0 + v, splat(n + j)) ? splat(-INFINITY) : s_ij[j][v];
+  UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++) {
+    store(s + j * ROWS + v * VL, s_ij[j][v]);
+    if (last) top[v] = vmax(s_ij[j][v], top[v]);
+  }
+}
+
+template <int N>
+NOINLINE void scores(Rows K, const float *q, int D, const Panel &P, const Run &run, int n0,
+                     bool last, float *s, float *m) {
+  vf top[N];
+  UNROLL for (int v = 0; v < N; v++) top[v] = load(m + v * VL);
+  int j = run.j0;
+  if (N == 1)
+    for (; j + TILE1 <= run.j1; j += TILE1)
+      score_tile<TILE1, N>({K.at + j * K.stride, K.stride}, q, D, P, run.v0, n0 + j, last, run.cut,
+                           s + j * ROWS, top);
+  for (; j < run.j1; j += TILE)
+    score_tile<TILE, N>({K.at + j * K.stride, K.stride}, q, D, P, run.v0, n0 + j, last, run.cut,
+                        s + j * ROWS, top);
+  UNROLL for (int v = 0; v < N; v++) store(m + v * VL, top[v]);
+}
+
+// Step 1, what a scale that is not folded, a softcap and ALiBi make of the product.
+INLINE vf shaped(const clearhead_call &c, float scale, float per_cap, vf x, vf slope, vi apart) {
+  x *= scale;
+  if (c.softcap != 0) x = tanh(x * per_cap) * float(c.softcap);
+  if (c.slopes) x -= slope * __builtin_convertvector(apart < 0 ? -apart : apart, vf);
+  return x;
+}
+
+// Steps 1 and 2, what needs more than the product and the positions.
+NOINLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, const Run &run,
+                          int n0, float *s, float *m) {
+  const clearhead_call &c = *plan.call;
+  const float per_cap = c.softcap != 0 ? 1 / float(c.softcap) : 0;
+  const vf never = splat(-INFINITY);
+  for (int v = run.v0; v < run.v1; v++) {
+    const int lane = v * VL;
+    const vi first = load(P.first + lane), end = load(P.end + lane), own = load(P.own + lane);
+    const vi low = load(P.doc_low + lane), high = load(P.doc_high + lane);
+    const vf slope = load(P.slope + lane);
+    vf top = load(m + lane);
+    for (int j = run.j0; j < run.j1; j++) {
+      const int at = j * ROWS + lane;
+      vf x = load(s + at);
+      if (!plan.raw) x = shaped(c, plan.scale, per_cap, x, slope, own - (n0 + j));
+      vi blocked = {};
+      for (const float *added : data.added) {
+        if (!added) continue;
+        const vf y = load(added + at);
+        x += y;
+        blocked |= y == never;
+      }
+      if (run.cut) blocked |= (n0 + j < first) | (n0 + j >= end);
+      if (data.mask) blocked |= load(data.mask + at) == 0.f;
+      if (data.key_mask && !data.key_mask[j * data.key_mask_stride]) blocked |= -1;
+      if (data.doc_k) {
+        const int64_t doc = data.doc_k[j * data.doc_k_stride];
+        blocked |= (low != int32_t(doc)) | (high != int32_t(doc >> 32));
+      }
+      x = blocked ? never : x;
+      store(s + at, x);
+      top = vmax(x, top);
+    }
+    store(m + lane, top);
+  }
+}
+
+// Steps 3 and 4. base is m, and 0 for a row that has seen nothing. Where the values are not CLEAN a
+// blocked p is told from one that underflowed.
+template <int N, bool CLEAN>
+NOINLINE void exponentials(float *s, int keys, const float *base, float exponent, float *l) {
+  vf m_i[N], l_i[N];
+  UNROLL for (int v = 0; v < N; v++) {
+    m_i[v] = load(base + v * VL);
+    l_i[v] = load(l + v * VL);
+  }
+  for (int j = 0; j < keys; j++, s += ROWS)
+    UNROLL for (int v = 0; v < N; v++) {
+      const vf s_ij = load(s + v * VL);
+      const vf p_ij = exp2((s_ij - m_i[v]) * exponent);
+      store(s + v * VL, CLEAN ? p_ij
+                        : s_ij == -INFINITY ? vf(splat(BLOCKED_BITS))
+                                            : p_ij);
+      l_i[v] += p_ij;
+    }
+  UNROLL for (int v = 0; v < N; v++) store(l + v * VL, l_i[v]);
+}
+
+}  // namespace

@@ -1,0 +1,31 @@
+// The vocabulary of AVX2 with FMA and F16C: eight lanes, sixteen registers.
+#pragma once
+
+constexpr int VL = 8;
+constexpr int TILE = 4;   // 4 x 3 sums + 3 rows + 1 broadcast = 16 registers
+constexpr int TILE1 = 8;  // 8 sums + 1 + 1
+
+#include "lanes.inl.h"
+
+namespace {
+
+INLINE vf vmax(vf a, vf b) { return vf(_mm256_max_ps(__m256(a), __m256(b))); }
+
+INLINE vf times_power_of_two(vf p, vf n) {
+  const vi whole = vi(_mm256_cvtps_epi32(__m256(n))), half = whole >> 1;
+  return p * vf((half + 127) << 23) * vf((whole - half + 127) << 23);
+}
+
+INLINE vf interleave_low(vf a, vf b) {
+  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+}
+INLINE vf interleave_high(vf a, vf b) {
+  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+
+INLINE vf from_float16(vh h) { return vf(_mm256_cvtph_ps(__m128i(h))); }
+INLINE vh to_float16(vf x) {
+  return vh(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+}  // namespace

@@ -1,0 +1,31 @@
+// The vocabulary of kernels for any processor: four lanes, by the compiler's own vectors.
+//
+// Another instruction set is another file with these names, 8 bytes of table in dispatch.cpp, and
+// an isa_*.cpp. What is the same for all of them is in lanes.inl.h.
+#pragma once
+
+constexpr int VL = 4;     // float32 lanes of a vector
+constexpr int TILE = 4;   // keys (or value columns) of a register tile: 4 x 3 sums + 3 + 1 = 16
+constexpr int TILE1 = 8;  // the same where one vector of rows is left: 8 sums + 1 + 1
+
+#include "lanes.inl.h"
+
+namespace {
+
+// a if a > b, else b: so b where either is NaN.
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+
+// p * 2^n, n a whole number from -250 to 250. In two steps, for a result that is denormal.
+INLINE vf times_power_of_two(vf p, vf n) {
+  const vi whole = __builtin_convertvector(n, vi), half = whole >> 1;
+  return p * vf((half + 127) << 23) * vf((whole - half + 127) << 23);
+}
+
+// Lanes of a and b by turns: of their lower halves, of their upper halves.
+INLINE vf interleave_low(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+INLINE vf interleave_high(vf a, vf b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+
+INLINE vf from_float16(vh h) { return from_float16_by_bits(h); }
+INLINE vh to_float16(vf x) { return to_float16_by_bits(x); }
+
+}  // namespace
