@@ -148,9 +148,10 @@ def notices(bug, backend, gradients, aux):
     return False
 
 
+@pytest.mark.parametrize("backend", ["native", "chunked"])
 @pytest.mark.parametrize("bug", PLANTED_BUGS)
-def test_every_planted_bug_is_caught(bug):
-    assert notices(bug, "chunked", gradients=True, aux=True)
+def test_every_planted_bug_is_caught(bug, backend):
+    assert notices(bug, backend, gradients=True, aux=True)
 
 
 @pytest.mark.parametrize("bug", PLANTED_BUGS)
