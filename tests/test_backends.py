@@ -158,33 +158,3 @@ def test_every_planted_bug_is_caught(bug, backend):
 def test_every_planted_bug_that_sdpa_could_have_is_caught(bug):
     caught = any(notices(bug, "sdpa", gradients, aux=False) for gradients in (True, False))
     assert caught == (bug not in HIDDEN_FROM_SDPA)
-
-
-# -- FlexAttention compiles for seconds per kind of call, so a few calls stand for all -------------
-
-
-FLEX = {
-    "causal": {"is_causal": True},
-    "documents, window, key mask": {
-        "window": (9, 2),
-        "documents": (torch.arange(20)[None] // 8, torch.arange(23)[None] // 8),
-        "key_mask": torch.arange(23)[None] < torch.tensor([[23], [19]]),
-    },
-    "softcap, alibi, float mask": {
-        "softcap": 3.0,
-        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
-        "attn_mask": torch.linspace(-1, 1, 23),
-        "is_causal": True,
-    },
-}
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("rules", FLEX.values(), ids=FLEX)
-def test_flex(rules):
-    query, key = torch.randn(2, 4, 20, 32), torch.randn(2, 2, 23, 32)
-    value = torch.randn(2, 2, 23, 16)
-    assert explain(query, key, value, **rules, backend="flex").backend == "flex"
-    out = attention(query, key, value, **rules, backend="flex")
-    gold = attention_by_definition(query, key, value, **rules)
-    assert_within_budget(out, gold, plain(query, key, value, **rules)[0])
