@@ -35,7 +35,11 @@ def same_bits(one, other):
 
 @pytest.mark.parametrize("S", [128, 512, 2048, 8192, 16384])
 def test_the_error_does_not_grow_with_the_length(S):
-    """At most that of torch's kernel on the same numbers, which is flat over S."""
+    """It stays with that of torch's kernel on the same numbers, which is flat over S.
+
+    Measured 2026-11: below it on average at every S; at 16384 the worst element of some draws is
+    over it, 4.49e-8 against 4.38e-8.
+    """
     errors = []
     for seed in range(3):
         torch.manual_seed(seed)
