@@ -27,6 +27,7 @@ extern "C" {
 
 #define CLEARHEAD_MAX_HEAD_SIZE 512
 #define CLEARHEAD_NO_LIMIT INT64_MAX
+#define CLEARHEAD_MAX_TOP_K 16
 
 enum clearhead_dtype {
   CLEARHEAD_FLOAT32,
@@ -87,6 +88,28 @@ typedef struct {
   const float *sinks;  /* (H,), dense, or NULL */
   const float *slopes; /* (B, H), or NULL */
   int64_t slopes_strides[2];
+
+  const float *head_mask; /* (B, H), multiplies out, or NULL */
+  int64_t head_mask_strides[2];
+
+  /* Packed sequences, or NULL: sequence b of B has query rows [cu_q[b], cu_q[b + 1]) and keys
+     [cu_k[b], cu_k[b + 1]) of the one batch item that there is. The strides of axis b are not used,
+     L and S are the longest of the sequences, and L of (B, H, L) below is the sum of all rows, with
+     one batch item. */
+  const int64_t *cu_q, *cu_k;
+
+  /* Statistics of the weights w_ij = exp(s_ij - m_i) / z_i, dense; NULL where not wanted. A row
+     that sees no key gives max_logit = -inf, top_keys = -1 and 0 elsewhere. */
+  float *max_logit;                              /* (B, H, L): max_j s_ij, without the sink */
+  float *entropy;                                /* (B, H, L): -sum_j w_ij log w_ij */
+  float *first_mass, *previous_mass, *self_mass; /* (B, H, L): w_ij of one key j, 0 if not seen */
+  float *distance;                               /* (B, H, L): sum_j w_ij |own(i) - j| */
+  const int64_t *first_key;                      /* (B, L): the j of first_mass; NULL is key 0 */
+  int64_t first_key_strides[2];
+  float *top_weights; /* (B, H, L, top_k), falling; of equal ones the lower key first */
+  int64_t *top_keys;  /* (B, H, L, top_k); -1, with weight 0, where fewer keys are seen */
+  int64_t top_k;      /* at most CLEARHEAD_MAX_TOP_K */
+  float *key_mass;    /* (B, H, S): sum_i w_ij, in a second pass */
 
   clearhead_parallel_for parallel_for; /* NULL runs on the calling thread alone */
   int64_t threads;

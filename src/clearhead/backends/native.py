@@ -28,10 +28,11 @@ NO_LIMIT = 2**63 - 1
 # csrc/clearhead.h, struct clearhead_call: every field has eight bytes.
 _DENSE = "P4qq"
 _CALL = struct.Struct(
-    f"@7qq 4P 12q 2P 2d 2q {_DENSE} {_DENSE} {_DENSE} P2q 2P4q P P2q PqPq".replace(" ", "")
+    f"@7qq 4P 12q 2P 2d 2q {_DENSE} {_DENSE} {_DENSE} P2q 2P4q P P2q P2q 2P 6P P2q 2PqP PqPq".replace(" ", "")
 )
 _WORKSPACE = struct.Struct("@Pq")  # its last two fields
 _NO_DENSE = (0, 0, 0, 0, 0, 0)
+_NO_AUX = (0,) * 18
 
 # csrc/clearhead.h, enum clearhead_status: the last two.
 _UNKNOWN_ISA, _UNSUPPORTED_ISA = 7, 8
@@ -216,7 +217,7 @@ def attend(
         *_dense(mask, B, H, L, S), *_dense(float_mask, B, H, L, S), *_dense(bias, B, H, L, S),
         *_spread(key_mask, B, S), _address(doc_q), _address(doc_k),
         *_spread(doc_q, B, L)[1:], *_spread(doc_k, B, S)[1:],
-        _address(sinks), *_spread(slopes, B, H), library.parallel_for, threads, 0, 0,
+        _address(sinks), *_spread(slopes, B, H), *_NO_AUX, library.parallel_for, threads, 0, 0,
     )  # fmt: skip
     needed = ctypes.c_int64()
     _succeed(library.workspace(call, ctypes.byref(needed)))
