@@ -2,7 +2,7 @@
 
 from .functional import Explanation, attention, explain, varlen_attention
 from .module import MultiHeadAttention
-from .results import Aux, AuxRequest
+from .results import Aux, AuxRequest, Summary, TopK
 from .textbook import MultiHeadAttentionWrapper, SelfAttention, attention_by_definition
 
 __version__ = "0.1.0"
@@ -13,6 +13,8 @@ __all__ = [
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
     "SelfAttention",
+    "Summary",
+    "TopK",
     "attention",
     "attention_by_definition",
     "explain",

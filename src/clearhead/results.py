@@ -1,28 +1,51 @@
-"""What a call can return beside its output."""
+"""What a call can return beside its output: the request, the answer, and summaries of it."""
 
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-LATER = ("max_logit", "entropy", "top_k", "key_mass", "first_mass", "previous_mass", "self_mass",
-         "distance")  # fmt: skip
+# Percent of the rows that lie below each of Summary.quantiles.
+PERCENT = (5, 25, 50, 75, 95)
 
 
 @dataclass(frozen=True)
 class AuxRequest:
-    """What to return beside the output.
+    """What to return beside the output: statistics of the attention weights w_ij.
+
+    w_ij are the weights from before dropout and before head_mask; a row of them sums to 1, to less
+    beside a sink, and is 0 where the row sees no key. own(i) = i + (S - L). Everything is exact,
+    never changes the output, and apart from weights needs no memory for L * S numbers.
 
     Args:
         lse: log of the sum of exp(score) over the keys a row may see (and its sink), (B, H, L),
-            natural log, float32 (float64 for float64), differentiable; -inf for an empty row.
-        weights: the attention weights, (B, H, L, S), float32 or float64, differentiable, from
-            before dropout and before head_mask; rows sum to 1, to less with a sink, and are 0
-            where empty. This one needs memory for all L * S numbers.
-        max_logit, entropy, top_k, key_mass, first_mass, previous_mass, self_mass, distance: names
-            that are reserved; asking for one raises NotImplementedError in this version.
+            natural log, differentiable; -inf for an empty row.
+        max_logit: (B, H, L), the largest visible score after scale, softcap and biases, without
+            the sink; -inf for an empty row.
+        entropy: (B, H, L), -sum_j w_ij log w_ij in nats, the sink's share left out.
+        top_k: how many of the largest weights to return with their keys, a TopK; any number, and
+            0 is none.
+        key_mass: (B, H, S), sum_i w_ij, the attention that each key receives.
+        first_mass: (B, H, L), the weight of the first key of the row's sequence: the first that
+            key_mask allows and that is of the row's own document; 0 where the row may not see it.
+        previous_mass, self_mass: (B, H, L), the weight of key own(i) - 1, and of own(i); 0 where
+            there is no such key or the row may not see it.
+        distance: (B, H, L), sum_j w_ij |own(i) - j|; a sink's share counts as 0.
+        weights: (B, H, L, S), differentiable.
+        reduce: None for one number per row, "head" for one Summary per head in place of the rows.
+            Only rows that count enter it: not those that see no key, and not padded ones, whose own
+            key key_mask forbids (in self-attention, L == S, and in causal calls, where keys may be
+            cached). key_mass stays per key and sums the rows that count. Not with weights.
 
-    >>> AuxRequest(lse=True)
-    AuxRequest(lse=True)
+    All are float32 (float64 for float64). lse and weights carry gradients, except under reduce; the
+    others are detached.
+
+    >>> AuxRequest(lse=True, top_k=3)
+    AuxRequest(lse=True, top_k=3)
     """
 
     lse: bool = False
@@ -35,22 +58,128 @@ class AuxRequest:
     self_mass: bool = False
     distance: bool = False
     weights: bool = False
+    reduce: str | None = None
 
     def __repr__(self) -> str:
-        asked = [f"{name}={value}" for name, value in vars(self).items() if value]
+        asked = [f"{name}={value!r}" for name, value in vars(self).items() if value]
         return f"AuxRequest({', '.join(asked)})"
+
+    @property
+    def asked(self) -> list[str]:
+        """The names of what is asked for, in the order of the fields."""
+        return [name for name, value in vars(self).items() if value and name != "reduce"]
+
+    def only(self, names: Collection[str]) -> "AuxRequest":
+        """The same request, without what is not among the names."""
+        return dataclasses.replace(self, **{n: 0 for n in self.asked if n not in names})
+
+
+class TopK(NamedTuple):
+    """The largest weights of each row, falling, and their keys; of equal ones the lower key first.
+
+    weights: (B, H, L, k). indices: (B, H, L, k), int64. Where a row sees fewer than k keys the
+    weight is 0 and the index -1.
+    """
+
+    weights: Tensor
+    indices: Tensor
+
+
+class Summary(NamedTuple):
+    """A statistic over the rows of each head that count; NaN for a head that has none.
+
+    mean, min, max: (B, H). quantiles: (B, H, 5), the values below which lie 5, 25, 50, 75 and 95 %
+    of the rows, interpolated linearly. Of top_k there is one per rank: (B, H, k), (B, H, k, 5).
+    """
+
+    mean: Tensor
+    min: Tensor
+    max: Tensor
+    quantiles: Tensor
 
 
 @dataclass
 class Aux:
-    """What an AuxRequest asked for; a field that was not asked for is None."""
+    """What an AuxRequest asked for; a field that was not asked for is None.
 
-    lse: Tensor | None = None
+    With reduce="head" every field that has one number per row is a Summary instead, of top_k's
+    weights too.
+    """
+
+    lse: Tensor | Summary | None = None
+    max_logit: Tensor | Summary | None = None
+    entropy: Tensor | Summary | None = None
+    top_k: TopK | Summary | None = None
+    key_mass: Tensor | None = None
+    first_mass: Tensor | Summary | None = None
+    previous_mass: Tensor | Summary | None = None
+    self_mass: Tensor | Summary | None = None
+    distance: Tensor | Summary | None = None
     weights: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Aux":
+        """The same with every tensor changed."""
+        return joined([self], lambda tensors, _: change(tensors[0]))
+
+    def beside(self, other: "Aux") -> "Aux":
+        """The same, with what the other has in place of what this one has not."""
+        return Aux(
+            *(b if a is None else a for a, b in zip(_fields(self), _fields(other), strict=True))
+        )
+
+
+def _fields(aux: Aux) -> list[Any]:
+    return [getattr(aux, field.name) for field in dataclasses.fields(aux)]
+
+
+def joined(parts: Sequence[Aux], join: Callable[[Sequence[Tensor], bool], Tensor]) -> Aux:
+    """One Aux of several alike: join(tensors, whether they are of a Summary) makes each tensor."""
+
+    def join_field(values: tuple) -> Any:
+        first = values[0]
+        if not isinstance(first, tuple):
+            return first if first is None else join(values, False)
+        reduced = isinstance(first, Summary)
+        return type(first)(*(join(tensors, reduced) for tensors in zip(*values, strict=True)))
+
+    return Aux(*map(join_field, zip(*map(_fields, parts), strict=True)))
+
+
+def summarised(aux: Aux, counts: Tensor) -> Aux:
+    """Each statistic of rows as a Summary over those that count, (B, H, L) bool; no gradients."""
+    of_keys = aux.key_mass if aux.key_mass is None else aux.key_mass.detach()
+
+    def of_rows(value: Any) -> Any:
+        if isinstance(value, TopK):
+            return _summary(value.weights.mT, counts[:, :, None])
+        return value if value is None else _summary(value, counts)
+
+    result = Aux(*map(of_rows, _fields(dataclasses.replace(aux, key_mass=None))))
+    result.key_mass = of_keys
+    return result
+
+
+def _summary(values: Tensor, counts: Tensor) -> Summary:
+    """Over the last axis of values (..., L), where counts, which broadcasts to them, is True."""
+    counts = counts.expand_as(values)
+    n = counts.sum(-1, keepdim=True)
+    mean = torch.where(counts, values.detach(), 0).sum(-1) / n[..., 0]
+    # NaN sorts last, so the rows that count are the first n; one more stands for a head without.
+    rows = torch.nn.functional.pad(
+        torch.where(counts, values.detach(), math.nan), (0, 1), value=math.nan
+    )
+    rows = rows.sort(-1).values
+    last = (n - 1).clamp(min=0)
+    # In hundredths of a row: whole numbers, which do not round.
+    place = last * torch.tensor(PERCENT, device=values.device)
+    low, rest = place // 100, place % 100
+    below, above = rows.gather(-1, low), rows.gather(-1, torch.minimum(low + 1, last))
+    quantiles = below + (above - below) * (rest.to(rows.dtype) / 100)
+    return Summary(mean, rows[..., 0], rows.gather(-1, last)[..., 0], quantiles)
 
 
 def checked(request: AuxRequest | None) -> AuxRequest:
-    """The request, or an empty one for None; raises for what this version cannot return."""
+    """The request, or an empty one for None; raises for what is none."""
     if request is None:
         return AuxRequest()
     if not isinstance(request, AuxRequest):
@@ -58,10 +187,20 @@ def checked(request: AuxRequest | None) -> AuxRequest:
             f"attention: return_aux is a {type(request).__name__}; it must be an AuxRequest, such "
             "as AuxRequest(lse=True)"
         )
-    later = [name for name in LATER if getattr(request, name)]
-    if later:
-        raise NotImplementedError(
-            f"attention: {', '.join(later)} will come with a later version; this one returns lse "
-            "and weights, and the others can be computed from the weights"
+    k = request.top_k
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(
+            f"attention: top_k is {k!r}; it must be how many weights per row to return, an int"
+        )
+    if k < 0:
+        raise ValueError(f"attention: top_k is {k}; it must be 1 or more, or 0 for none")
+    if request.reduce not in (None, "head"):
+        raise ValueError(
+            f'attention: reduce is {request.reduce!r}; it must be "head", or None for every row'
+        )
+    if request.reduce is not None and request.weights:
+        raise ValueError(
+            f'attention: weights have no summary per head; leave reduce="{request.reduce}" out, or ask '
+            "for key_mass, their sum over the rows"
         )
     return request
