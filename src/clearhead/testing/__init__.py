@@ -164,7 +164,8 @@ def check(
         if not aux:
             return (result,)
         out, found = result
-        assert isinstance(found, Aux) and found.lse is not None and found.weights is not None
+        assert isinstance(found, Aux) and isinstance(found.lse, Tensor)
+        assert found.weights is not None
         return out, found.lse, found.weights
 
     def gold(**tensors: Any) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ A test suite that passes with one of these in place of `attention` proves nothin
 function from an attend (with attention's arguments, given by name) to a broken one.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -210,16 +211,16 @@ def _empty_row_averages(out: Tensor, aux: Aux | None, a: dict[str, Any]) -> tupl
 
 
 def _lse_in_base_2(out: Tensor, aux: Aux | None, a: dict[str, Any]) -> tuple:
-    if aux is None or aux.lse is None:
+    if aux is None or not isinstance(aux.lse, Tensor):
         return out, aux
-    return out, Aux(aux.lse / math.log(2), aux.weights)
+    return out, dataclasses.replace(aux, lse=aux.lse / math.log(2))
 
 
 def _weights_with_sink_renormalised(out: Tensor, aux: Aux | None, a: dict[str, Any]) -> tuple:
     if aux is None or aux.weights is None:
         return out, aux
     total = aux.weights.sum(-1, keepdim=True)
-    return out, Aux(aux.lse, aux.weights / torch.where(total == 0, 1, total))
+    return out, dataclasses.replace(aux, weights=aux.weights / torch.where(total == 0, 1, total))
 
 
 BUGS: dict[str, Callable[[Attend], Attend]] = {
