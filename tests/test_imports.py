@@ -53,8 +53,12 @@ RULES = {
     # blocks and dense are parts of chunked, no backends.
     "backends.dense": Rule(ours=("backends.blocks", *CALL)),
     "backends.chunked": Rule(ours=("backends.blocks", "backends.dense", "textbook", *CALL)),
+    # library is a part of native, no backend.
+    "backends.native": Rule(ours=("backends.library", *CALL)),
+    "backends.library": Rule(),
+    "kinds": Rule(ours=("backends", *CALL)),
     "explanation": Rule(ours=("backends", "arguments", *CALL)),
-    "functional": Rule(ours=("backends", "arguments", "explanation", *CALL)),
+    "functional": Rule(ours=("backends", "arguments", "kinds", "explanation", *CALL)),
     # from_heads, to_heads and from_torch are doors to convert, which itself knows the module.
     "module": Rule(
         ours=("functional", "results", "positions", "cache"), late=("convert", "textbook")
