@@ -89,7 +89,9 @@ def _notes(problem: Problem, name: str) -> tuple[str, ...]:
     p, notes, backend = problem, [], backends.BACKENDS[name]
     lacking = backends.lacks(p, backend)
     if lacking:
-        notes.append(f"{' and '.join(lacking)} will come from a pass of chunked without values")
+        listed = ", ".join(lacking[:-1]) + " and " * (len(lacking) > 1) + lacking[-1]
+        other, _ = backends.helper(p, backend)
+        notes.append(f"{listed} will come from a pass of {other.NAME} without values")
     if backend.leaks(p) and p.wild:
         notes.append(
             "query, key or value hold NaN, Inf or numbers whose products could overflow: this "

@@ -11,7 +11,7 @@ from . import backends, kinds
 from .arguments import make_problem, need_tensor
 from .backends import native
 from .explanation import Explanation, explain
-from .results import Aux, AuxRequest
+from .results import Aux, AuxRequest, joined, summarised
 from .visibility import Window
 
 __all__ = ["Explanation", "attention", "explain", "varlen_attention"]
@@ -97,7 +97,7 @@ def attention(
         head_mask: (H,) or (B, H), multiplies each head's output.
         deterministic: the same bits for a row however its prompt was cut into calls.
         backend: "auto" for the fastest that is right, or a name that `explain` lists.
-        return_aux: an AuxRequest, to get (out, aux).
+        return_aux: an AuxRequest, to get (out, aux): lse, statistics of the weights, the weights.
 
     Returns:
         out (B, H, L, Dv) in query's dtype (under autocast, in autocast's); a row that sees no key
@@ -131,9 +131,11 @@ def attention(
     out = problem.unfold(out)
     if return_aux is None:
         return out
-    lse = None if aux.lse is None else problem.unfold(aux.lse)
-    weights = None if aux.weights is None else problem.unfold(aux.weights)
-    return out, Aux(lse, weights)
+    if return_aux.reduce is not None:
+        assert isinstance(aux.lse, Tensor)
+        aux = summarised(aux, problem.rows_that_count(aux.lse))
+        aux.lse = aux.lse if return_aux.lse else None
+    return out, aux.each(problem.unfold)
 
 
 @overload
@@ -191,8 +193,9 @@ def varlen_attention(
         alibi_slopes, head_mask: (H,) or (N, H). The others: as in `attention`.
 
     Returns:
-        out (total queries, H, Dv). With return_aux: (out, Aux), lse being (total queries, H);
-        weights have no packed form and are refused.
+        out (total queries, H, Dv). With return_aux: (out, Aux), each row's numbers being (total
+        queries, H) or (total queries, H, k), key_mass (total keys, H), and under reduce each
+        Summary per sequence, (N, H); weights have no packed form and are refused.
     Raises:
         ValueError: the offsets do not cover the rows exactly, among others.
 
@@ -224,10 +227,8 @@ def varlen_attention(
     N = len(bounds_q) - 1
     slopes = _per_sequence("alibi_slopes", alibi_slopes, N, query.shape[1])
     masks = _per_sequence("head_mask", head_mask, N, query.shape[1])
-    outs = [query.new_empty(0, query.shape[1], value.shape[2])]
-    compute_dtype = torch.promote_types(query.dtype, torch.float32)
-    lses = [query.new_empty(query.shape[1], 0, dtype=compute_dtype)]
-    for n in range(N):
+    outs, auxes = [], []
+    for n in range(max(N, 1)):  # without a sequence, an empty one shows shapes and dtypes
         rows, keys = slice(*bounds_q[n : n + 2]), slice(*bounds_k[n : n + 2])
         out = attention(
             query[rows].transpose(0, 1), key[keys].transpose(0, 1), value[keys].transpose(0, 1),
@@ -237,12 +238,18 @@ def varlen_attention(
         )  # fmt: skip
         if isinstance(out, tuple):
             out, aux = out
-            lses += [] if aux.lse is None else [aux.lse]
+            auxes.append(aux)
         outs.append(out.transpose(0, 1))
-    out = torch.cat([o.to(outs[-1].dtype) for o in outs])
+    out = torch.cat(outs)
     if return_aux is None:
         return out
-    return out, Aux(lse=torch.cat(lses, 1).transpose(0, 1) if return_aux.lse else None)
+
+    def join(tensors: list[Tensor], reduced: bool) -> Tensor:
+        return (
+            torch.stack(tensors)[:N] if reduced else torch.cat([t.transpose(0, 1) for t in tensors])
+        )
+
+    return out, joined(auxes, join)
 
 
 def _offsets(name: str, offsets: Tensor, total: int, rows: str) -> list[int]:
@@ -263,10 +270,10 @@ def _offsets(name: str, offsets: Tensor, total: int, rows: str) -> list[int]:
 
 def _per_sequence(name: str, tensor: Tensor | None, N: int, H: int) -> Sequence[Tensor | None]:
     if tensor is None:
-        return [None] * N
+        return [None] * max(N, 1)
     if tuple(tensor.shape) not in ((H,), (N, H)):
         raise ValueError(
             f"varlen_attention: {name} has shape {tuple(tensor.shape)}; it must be (H,) = ({H},) "
             f"or (sequences, H) = ({N}, {H})"
         )
-    return tensor.expand(N, H).unbind(0)
+    return tensor.expand(N, H).unbind(0) if N else [None]

@@ -60,6 +60,42 @@ class Problem:
             self.L, self.S, self.left, self.right, self.key_mask, self.doc_q, self.doc_k, self.mask
         )
 
+    @functools.cached_property
+    def first_key(self) -> Tensor | None:
+        """The first key of each row's sequence, (B, L) int64: the first that key_mask allows and
+        that is of the row's own document. None where it is key 0 for all."""
+        first = self.visibility.first_key()
+        return None if first is None else first.expand(self.B, self.L)
+
+    @functools.cached_property
+    def padded_rows(self) -> Tensor | None:
+        """The rows whose own key key_mask forbids, (B or 1, L) bool, or None: in self-attention,
+        L == S, and in causal calls, where keys may be cached. (A row of any other call has its own
+        key by position only.)"""
+        if self.key_mask is None or self.S == 0 or not (self.L == self.S or self.right == 0):
+            return None
+        own = torch.arange(self.L, device=self.device) + (self.S - self.L)
+        return ~self.key_mask[:, own.clamp(min=0)] & (own >= 0)
+
+    def rows_that_count(self, lse: Tensor) -> Tensor:
+        """The rows (B, H, L) that see a key, and are not padded."""
+        counts = lse != -math.inf
+        return counts if self.padded_rows is None else counts & ~self.padded_rows[:, None]
+
+    def without_padded_rows(self) -> "Problem":
+        """The same call, in which the padded rows see no key: they are of a document of none."""
+        padded = self.padded_rows
+        if padded is None:
+            return self
+        doc_q, doc_k = self.doc_q, self.doc_k
+        if doc_q is None or doc_k is None:
+            doc_q, doc_k = (torch.zeros(1, n, device=self.device).long() for n in (self.L, self.S))
+        # Of as many numbers and one more, some is no key's.
+        numbers = torch.arange(doc_k.numel() + 1, device=self.device)
+        unused = torch.isin(numbers, doc_k.long()).int().argmin()
+        doc_q = torch.where(padded, unused, doc_q.long())
+        return dataclasses.replace(self, doc_q=doc_q, doc_k=doc_k.long())
+
     @property
     def added(self) -> list[Tensor]:
         """What is added to the scores as it stands, without ALiBi."""

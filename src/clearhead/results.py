@@ -71,7 +71,8 @@ class AuxRequest:
 
     def only(self, names: Collection[str]) -> "AuxRequest":
         """The same request, without what is not among the names."""
-        return dataclasses.replace(self, **{n: 0 for n in self.asked if n not in names})
+        dropped: dict[str, Any] = {name: 0 for name in self.asked if name not in names}
+        return dataclasses.replace(self, **dropped)
 
 
 class TopK(NamedTuple):
@@ -132,15 +133,15 @@ def _fields(aux: Aux) -> list[Any]:
     return [getattr(aux, field.name) for field in dataclasses.fields(aux)]
 
 
-def joined(parts: Sequence[Aux], join: Callable[[Sequence[Tensor], bool], Tensor]) -> Aux:
+def joined(parts: Sequence[Aux], join: Callable[[list[Tensor], bool], Tensor]) -> Aux:
     """One Aux of several alike: join(tensors, whether they are of a Summary) makes each tensor."""
 
     def join_field(values: tuple) -> Any:
         first = values[0]
         if not isinstance(first, tuple):
-            return first if first is None else join(values, False)
+            return first if first is None else join(list(values), False)
         reduced = isinstance(first, Summary)
-        return type(first)(*(join(tensors, reduced) for tensors in zip(*values, strict=True)))
+        return type(first)(*(join(list(tensors), reduced) for tensors in zip(*values, strict=True)))
 
     return Aux(*map(join_field, zip(*map(_fields, parts), strict=True)))
 
@@ -179,7 +180,10 @@ def _summary(values: Tensor, counts: Tensor) -> Summary:
 
 
 def checked(request: AuxRequest | None) -> AuxRequest:
-    """The request, or an empty one for None; raises for what is none."""
+    """The request, or an empty one for None; raises for what is none.
+
+    Under reduce lse is asked for in any case: it tells which rows see a key.
+    """
     if request is None:
         return AuxRequest()
     if not isinstance(request, AuxRequest):
@@ -200,7 +204,7 @@ def checked(request: AuxRequest | None) -> AuxRequest:
         )
     if request.reduce is not None and request.weights:
         raise ValueError(
-            f'attention: weights have no summary per head; leave reduce="{request.reduce}" out, or ask '
-            "for key_mass, their sum over the rows"
+            "attention: weights have no summary per head; ask for them without reduce, or for "
+            "key_mass, their sum over the rows"
         )
-    return request
+    return request if request.reduce is None else dataclasses.replace(request, lse=True)

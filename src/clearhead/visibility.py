@@ -109,6 +109,17 @@ class Visibility:
             first, end = first.maximum(doc_first), end.minimum(doc_end)
         return first, end
 
+    def first_key(self) -> Tensor | None:
+        """The first key that key_mask allows and that is of the row's document, (B or 1, L or 1);
+        None for key 0 everywhere, and 0 where there is no such key."""
+        if self.S == 0 or (self.key_mask is None and self.doc_q is None):
+            return None
+        if self.doc_q is None or self.doc_k is None:
+            assert self.key_mask is not None
+            return self.key_mask.to(torch.int8).argmax(1, keepdim=True)
+        first, _ = _document_extents(self.doc_q, self.doc_k, self.key_mask)
+        return torch.where(first < self.S, first, 0)
+
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
         """The same rules as FlexAttention asks for them, or None if everything is visible."""
         if self.full:
@@ -169,14 +180,23 @@ def at(index: Tensor, tensor: Tensor, axis: int) -> Tensor:
     return index * 0 if tensor.shape[axis] == 1 else index
 
 
-def _document_extents(doc_q: Tensor, doc_k: Tensor) -> tuple[Tensor, Tensor]:
-    """First key and end of keys of each row's document, (B, L) each; (S, 0) where it has none."""
-    B, S = max(doc_q.shape[0], doc_k.shape[0]), doc_k.shape[1]
+def _document_extents(
+    doc_q: Tensor, doc_k: Tensor, key_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """First key and end of keys of each row's document, (B, L) each; (S, 0) where it has none.
+
+    With key_mask, of the keys that it allows.
+    """
+    masked = 1 if key_mask is None else key_mask.shape[0]
+    B, S = max(doc_q.shape[0], doc_k.shape[0], masked), doc_k.shape[1]
     doc_q, doc_k = doc_q.expand(B, -1).contiguous(), doc_k.expand(B, -1)
     names, number = torch.unique(doc_k, return_inverse=True)
     j = torch.arange(S, device=doc_k.device).expand(B, S)
-    first = j.new_full((B, len(names)), S).scatter_reduce(1, number, j, "amin")
-    end = j.new_zeros(B, len(names)).scatter_reduce(1, number, j + 1, "amax")
+    begins, ends = j, j + 1
+    if key_mask is not None:
+        begins, ends = torch.where(key_mask, j, S), torch.where(key_mask, j + 1, 0)
+    first = j.new_full((B, len(names)), S).scatter_reduce(1, number, begins, "amin")
+    end = j.new_zeros(B, len(names)).scatter_reduce(1, number, ends, "amax")
     place = torch.searchsorted(names, doc_q).clamp(max=len(names) - 1)
     known = names[place] == doc_q
     return (

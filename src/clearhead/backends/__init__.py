@@ -74,7 +74,7 @@ def why_later(problem: Problem, backend: ModuleType, chosen: ModuleType) -> str:
 def run(problem: Problem, name: str = "auto") -> tuple[Tensor, Aux]:
     """Run a call on the backend that `choose` gives: out (B, H, L, Dv), and what aux asks for.
 
-    What it cannot return beside its output comes from a pass of chunked without values, so that
+    What it cannot return beside its output comes from a pass without values (`helper`), so that
     asking for more never changes the output.
     Where that backend would leak NaN, Inf or overflow, it gets 0 in their place, so that rows which
     may not see them keep their bits; rows that may are chunked's.
@@ -84,16 +84,31 @@ def run(problem: Problem, name: str = "auto") -> tuple[Tensor, Aux]:
     if problem.head_mask is not None and "head_mask" not in backend.gives(problem):
         out = out * problem.head_mask[..., None, None].to(out.dtype)
     if lacks(problem, backend):
-        beside = dataclasses.replace(problem, value=problem.value[..., :0], dropout_p=0.0)
-        extra = chunked.forward(beside)[1]
-        aux = Aux(extra.lse if aux.lse is None else aux.lse, extra.weights)
+        other, beside = helper(problem, backend)
+        aux = other.forward(beside)[1].beside(aux)
     return out, aux
 
 
 def lacks(problem: Problem, backend: ModuleType) -> list[str]:
     """What a call asks for beside its output that the backend does not give."""
-    asked = [name for name in ("lse", "weights") if getattr(problem.aux, name)]
-    return [name for name in asked if name not in backend.gives(problem)]
+    given = backend.gives(problem)
+    if problem.aux.reduce is not None and problem.padded_rows is not None:
+        given = given - {"key_mass"}  # it would sum the padded rows too
+    return [name for name in problem.aux.asked if name not in given]
+
+
+def helper(problem: Problem, backend: ModuleType) -> tuple[ModuleType, Problem]:
+    """The fastest backend that gives all that this one lacks, and the call that it gets: without
+    values or dropout, and under reduce with padded rows that see no key."""
+    asks = dataclasses.replace(problem.aux.only(lacks(problem, backend)), reduce=None)
+    seen = problem if problem.aux.reduce is None else problem.without_padded_rows()
+    value = problem.key.new_zeros(problem.B, problem.Hkv, problem.S, 1)
+    beside = dataclasses.replace(seen, value=value, dropout_p=0.0, aux=asks)
+    for other in preference(beside):
+        if not lacks(beside, other) and other.why_not(beside) is None and other is not chunked:
+            return other, beside
+    # Only chunked can do without even one value.
+    return chunked, dataclasses.replace(beside, value=value[..., :0])
 
 
 def _guarded(backend: ModuleType, problem: Problem) -> tuple[Tensor, Aux]:
@@ -104,7 +119,7 @@ def _guarded(backend: ModuleType, problem: Problem) -> tuple[Tensor, Aux]:
     if bool(rows.any()):
         true_out, true_aux = chunked.forward(problem)
         out = torch.where(rows[..., None], true_out, out)
-        if aux.lse is not None and true_aux.lse is not None:
+        if isinstance(aux.lse, Tensor) and isinstance(true_aux.lse, Tensor):
             aux.lse = torch.where(rows, true_aux.lse, aux.lse)
     return out, aux
 

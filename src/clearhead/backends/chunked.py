@@ -32,6 +32,7 @@ from .blocks import (
     times_across,
 )
 from .dense import dense, dense_weights
+from .statistics import STATISTICS, dense_statistics, statistics
 
 NAME = "chunked"
 
@@ -43,7 +44,7 @@ def why_not(problem: Problem) -> str | None:
 
 def gives(problem: Problem) -> set[str]:
     """What this backend can return beside the output, by the names of AuxRequest."""
-    return {"lse", "weights"}
+    return {"lse", "weights", *STATISTICS}
 
 
 def leaks(problem: Problem) -> bool:
@@ -60,16 +61,21 @@ def describe(problem: Problem) -> str:
 
 def forward(problem: Problem) -> tuple[Tensor, Aux]:
     """Compute out (B, H, L, Dv), in query's dtype, and what problem.aux asks for."""
-    seed = draw_seed(problem)
-    wanted = problem.aux
+    p, wanted = problem, problem.aux
+    seed = draw_seed(p)
     if in_transform():
-        out, lse, weights = dense(problem, seed)
-        return out, Aux(lse if wanted.lse else None, weights if wanted.weights else None)
-    out, lse, m, z = attend(*flat(problem, seed))
-    aux = Aux(lse if wanted.lse else None)
-    if wanted.weights:
-        traced = problem.needs_grad or torch.compiler.is_compiling()
-        aux.weights = dense_weights(problem)[0] if traced else block_weights(problem, m, z)
+        out, lse, weights = dense(p, seed)
+        aux = dense_statistics(p)
+        aux.weights = weights if wanted.weights else None
+    elif p.Dv == 0 and not (p.needs_grad or p.deterministic or wanted.weights):
+        return p.query.new_zeros(p.B, p.H, p.L, 0), statistics(p, ("lse", *STATISTICS))
+    else:
+        out, lse, m, z = attend(*flat(p, seed))
+        aux = statistics(p)
+        if wanted.weights:
+            traced = p.needs_grad or torch.compiler.is_compiling()
+            aux.weights = dense_weights(p)[0] if traced else block_weights(p, m, z)
+    aux.lse = lse if wanted.lse else None
     return out, aux
 
 

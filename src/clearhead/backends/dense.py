@@ -16,7 +16,7 @@ def dense(problem: Problem, seed: Tensor | None = None) -> tuple[Tensor, Tensor,
     may see it, since 0 * NaN would reach every row otherwise.
     """
     p = problem
-    weights, lse, allowed = dense_weights(p)
+    weights, lse, _, allowed = dense_weights(p)
     kept = weights
     if seed is not None:
         keep = keep_tile(p, seed, slice(None), slice(None), 0, p.L, 0, p.S)
@@ -28,8 +28,9 @@ def dense(problem: Problem, seed: Tensor | None = None) -> tuple[Tensor, Tensor,
     return out.to(p.dtype), lse, weights
 
 
-def dense_weights(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights and lse in one piece, and who may look at whom, broadcast to (B, H, L, S)."""
+def dense_weights(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights, lse and each row's largest score in one piece, and who may look at whom, which
+    broadcasts to (B, H, L, S)."""
     p, dtype = problem, problem.compute_dtype
     L, S = p.L, p.S
     q, k = p.query.to(dtype), p.key.to(dtype).repeat_interleave(p.G, dim=1)
@@ -50,9 +51,9 @@ def dense_weights(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
     sinks = None if p.sinks is None else p.sinks.to(dtype)[:, None, None]
     seen = torch.where(allowed, s.detach(), -math.inf)
-    m = seen.amax(-1, keepdim=True) if S else seen.sum(-1, keepdim=True) - math.inf
-    empty = m == -math.inf
-    m = m if sinks is None else torch.maximum(m, sinks.detach())
+    largest = seen.amax(-1, keepdim=True) if S else seen.sum(-1, keepdim=True) - math.inf
+    empty = largest == -math.inf
+    m = largest if sinks is None else torch.maximum(largest, sinks.detach())
     m = torch.where(m == -math.inf, 0, m)
     e = torch.where(allowed, torch.exp(torch.where(allowed, s, 0) - m), 0)
     z = e.sum(-1, keepdim=True)
@@ -60,4 +61,4 @@ def dense_weights(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     z = torch.where(empty, 1, z)
     weights = e / z
     lse = torch.where(empty, -math.inf, m + torch.log(z)).squeeze(-1)
-    return weights, lse, allowed
+    return weights, lse, largest.squeeze(-1), allowed
