@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from clearhead.backends import native
+from clearhead.backends import library
 
 ROWS = ("max_logit", "entropy", "first_mass", "previous_mass", "self_mass", "distance")
 STATISTICS = (*ROWS, "top_k", "key_mass")
@@ -53,30 +53,30 @@ def run(
     mask, added = (attn_mask, None) if is_bool else (None, attn_mask)
     longest = max_lengths or (L, S)
     batch = B if cu_q is None else len(cu_q) - 1
-    at = native._address
+    at = library._address
     floats = [None if t is None else t.float().contiguous()
               for t in (sinks, alibi_slopes, head_mask)]  # fmt: skip
     sinks, slopes, head_mask = floats
     threads = threads or torch.get_num_threads()
-    call = ctypes.create_string_buffer(native._CALL.size)
+    call = ctypes.create_string_buffer(library._CALL.size)
     fields = [
-        batch, H, Hkv, *longest, D, Dv, native.DTYPES[query.dtype],
+        batch, H, Hkv, *longest, D, Dv, library.DTYPES[query.dtype],
         *map(at, (query, key, value, found["out"])),
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *found["out"].stride()[:3],
         at(found["m"]), at(found["z"]), D**-0.5 if scale is None else scale, softcap or 0.0,
-        native.NO_LIMIT if left is None else left, native.NO_LIMIT if right is None else right,
-        *(field for t in (mask, added, bias) for field in native._dense(t, B, H, L, S)),
-        *native._spread(key_mask, B, S), at(doc_q), at(doc_k),
-        *native._spread(doc_q, B, L)[1:], *native._spread(doc_k, B, S)[1:],
-        at(sinks), *native._spread(slopes, B, H), *native._spread(head_mask, B, H),
+        library.NO_LIMIT if left is None else left, library.NO_LIMIT if right is None else right,
+        *(field for t in (mask, added, bias) for field in library._dense(t, B, H, L, S)),
+        *library._spread(key_mask, B, S), at(doc_q), at(doc_k),
+        *library._spread(doc_q, B, L)[1:], *library._spread(doc_k, B, S)[1:],
+        at(sinks), *library._spread(slopes, B, H), *library._spread(head_mask, B, H),
         at(cu_q), at(cu_k), *(at(found.get(name)) for name in ROWS),
-        *native._spread(first_key, B, L), at(found.get("top_weights")), at(found.get("top_keys")),
-        top_k, at(found.get("key_mass")), native._library().parallel_for, threads, 0, 0,
+        *library._spread(first_key, B, L), at(found.get("top_weights")), at(found.get("top_keys")),
+        top_k, at(found.get("key_mass")), library.find_library().parallel_for, threads, 0, 0,
     ]  # fmt: skip
-    native._CALL.pack_into(call, 0, *fields)
+    library._CALL.pack_into(call, 0, *fields)
     needed = ctypes.c_int64()
-    native._succeed(native._library().workspace(call, ctypes.byref(needed)))
+    library._succeed(library.find_library().workspace(call, ctypes.byref(needed)))
     workspace = torch.full((needed.value,), 255, dtype=torch.uint8)  # NaN
-    native._CALL.pack_into(call, 0, *fields[:-2], at(workspace), needed.value)
-    native._succeed(native._library().forward(call))
+    library._CALL.pack_into(call, 0, *fields[:-2], at(workspace), needed.value)
+    library._succeed(library.find_library().forward(call))
     return SimpleNamespace(**found)

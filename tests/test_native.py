@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import struct
 import subprocess
 import sys
 
@@ -88,7 +89,7 @@ def test_without_a_library_others_serve_and_say_so(monkeypatch):
 
 def test_a_library_of_another_version_is_not_called(monkeypatch):
     monkeypatch.setattr(library, "_loaded", [])
-    monkeypatch.setattr(library, "_CALL_BYTES", 64)
+    monkeypatch.setattr(library, "_CALL", struct.Struct("@8q"))
     assert "another version" in explain(*draw()).reasons["native"]
 
 

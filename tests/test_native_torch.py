@@ -124,7 +124,7 @@ def test_second_derivatives():
 
 def test_the_c_interface_refuses_what_does_not_fit():
     lib = ctypes.CDLL(str(library._find()))
-    call = ctypes.create_string_buffer(library._CALL_BYTES)
+    call = ctypes.create_string_buffer(library._CALL.size)
     sizes = struct.Struct("@8q")
     bad_size, bad_head_size, bad_dtype, bad_pointer = 1, 2, 3, 4
     for fields, status in (

@@ -28,7 +28,9 @@ _HEAD = struct.Struct("@7qq4P12q2P")  # sizes, dtype, tensors, strides, m and z
 _RULES = struct.Struct("@2d2q" + "P4qq" * 3 + "P2q2P4qPP2qP2q2P")  # scale to cu_k
 _STATISTICS = struct.Struct("@6PP2q2PqP")  # max_logit to key_mass
 _FOOT = struct.Struct("@PqPq")  # threads and workspace
-_CALL_BYTES = sum(part.size for part in (_HEAD, _RULES, _STATISTICS, _FOOT))
+_CALL = struct.Struct(
+    "@" + "".join(part.format[1:] for part in (_HEAD, _RULES, _STATISTICS, _FOOT))
+)
 _NO_STATISTICS = bytes(_STATISTICS.size)
 _NO_DENSE = (0, 0, 0, 0, 0, 0)
 
@@ -70,7 +72,7 @@ def _load() -> Library | str:
         )
     library = ctypes.CDLL(str(path))
     library.clearhead_call_bytes.restype = ctypes.c_int64
-    if library.clearhead_call_bytes() != _CALL_BYTES:
+    if library.clearhead_call_bytes() != _CALL.size:
         return f"{path} belongs to another version of clearhead; install clearhead again"
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _name("torch_cpu")))
     if not hasattr(torch_cpu, "torch_parallel_for"):
@@ -208,9 +210,13 @@ def run(
         memory = _memory(needed.value)
         _kept.keep(memory)
         status = lib.forward(call + _FOOT.pack(*loop, memory.data_ptr(), needed.value))
+    _succeed(status)
+    return out
+
+
+def _succeed(status: int) -> None:
     if status:
         raise RuntimeError(f"clearhead::native: its library refused the call with code {status}")
-    return out
 
 
 def empty_out(query: Tensor, Dv: int) -> Tensor:
@@ -248,7 +254,7 @@ def rules_of(
     rules = _RULES.pack(
         scale, softcap or 0.0,
         NO_LIMIT if left is None else left, NO_LIMIT if right is None else right,
-        *_dense(mask, shape), *_dense(float_mask, shape), *_dense(bias, shape),
+        *_dense(mask, *shape), *_dense(float_mask, *shape), *_dense(bias, *shape),
         *_spread(key_mask, B, S), _address(doc_q), _address(doc_k),
         *_spread(doc_q, B, L)[1:], *_spread(doc_k, B, S)[1:],
         _address(sinks), *_spread(alibi_slopes, B, H), *_spread(head_mask, B, H), 0, 0,
@@ -279,7 +285,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _dense(tensor: Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _dense(tensor: Tensor | None, *shape: int) -> tuple[int, ...]:
     """The fields of clearhead_dense: address, strides with 0 where broadcast, dtype."""
     if tensor is None:
         return _NO_DENSE
