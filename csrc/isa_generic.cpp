@@ -9,8 +9,12 @@ namespace clearhead {
 #include "microkernel.inl.h"
 #include "panel.inl.h"
 #include "tiles.inl.h"
+#include "statistics.inl.h"
 #include "softmax.inl.h"
+#include "block.inl.h"
 #include "forward.inl.h"
+#include "mass.inl.h"
 
-const Kernel generic_kernel = {"generic", ROWS, sizeof(Panel), run};
+const Kernel generic_kernel = {"generic", ROWS, VL, sizeof(Panel), sizeof(Statistics), run,
+                                       run_mass};
 }  // namespace clearhead

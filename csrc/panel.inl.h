@@ -47,6 +47,11 @@ NOINLINE void place_rows(const Plan &plan, int64_t kv, int64_t number, Panel &P)
   }
 }
 
+// Where a row stands in m, z and the statistics.
+INLINE int64_t row_number(const Plan &plan, int64_t b, Place row) {
+  return (b * plan.call->H + row.h) * plan.call->L + row.i;
+}
+
 // The keys that each row sees by its position, and per vector those that some and that all see.
 NOINLINE void find_ranges(const clearhead_call &c, Panel &P) {
   for (int v = 0; v < P.vectors; v++) {

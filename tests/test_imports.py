@@ -56,8 +56,12 @@ RULES = {
     "backends.chunked": Rule(
         ours=("backends.blocks", "backends.dense", "backends.statistics", "textbook", *CALL)
     ),
+    # library is a part of native, no backend.
+    "backends.native": Rule(ours=("backends.library", *CALL)),
+    "backends.library": Rule(),
+    "kinds": Rule(ours=("backends", *CALL)),
     "explanation": Rule(ours=("backends", "arguments", *CALL)),
-    "functional": Rule(ours=("backends", "arguments", "explanation", *CALL)),
+    "functional": Rule(ours=("backends", "arguments", "kinds", "explanation", *CALL)),
     # from_heads, to_heads and from_torch are doors to convert, which itself knows the module.
     "module": Rule(
         ours=("functional", "results", "positions", "cache"), late=("convert", "textbook")

@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import struct
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from clearhead import AuxRequest, attention, attention_by_definition, explain
-from clearhead.backends import native
+from clearhead.backends import library, native
 from clearhead.testing import CASES, Case, assert_within_budget, check, plain
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +49,7 @@ def test_the_library_was_built_and_is_first():
     """A package without its library works, so only this test notices that it is missing."""
     told = explain(*draw(), is_causal=True)
     assert told.backend == "native"
-    assert told.how.startswith(f"clearhead's CPU kernels, {native._library().isa}, ")
+    assert told.how.startswith(f"clearhead's CPU kernels, {library.find_library().isa}, ")
     assert "thread" in told.how
 
 
@@ -77,18 +78,18 @@ def test_what_it_refuses(name):
 
 
 def test_without_a_library_others_serve_and_say_so(monkeypatch):
-    monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setattr(native, "_find", lambda: None)
+    monkeypatch.setattr(library, "_loaded", [])
+    monkeypatch.setattr(library, "_find", lambda: None)
     told = explain(*draw())
     assert told.backend == "sdpa"
     assert "was not built" in told.reasons["native"]
     with pytest.raises(NotImplementedError, match="was not built"):
-        native.attend(*draw(), *[None] * 8, None, None, 1.0, None)
+        native.attend(*draw(), *[None] * 9, None, None, 1.0, None)
 
 
 def test_a_library_of_another_version_is_not_called(monkeypatch):
-    monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setattr(native, "_CALL", native.struct.Struct("@8q"))
+    monkeypatch.setattr(library, "_loaded", [])
+    monkeypatch.setattr(library, "_CALL", struct.Struct("@8q"))
     assert "another version" in explain(*draw()).reasons["native"]
 
 
@@ -238,9 +239,9 @@ def test_the_layout_in_memory_does_not_change_a_bit(dtype):
 
 HELD = """
 import torch
-from clearhead.backends import native
+from clearhead.backends import library
 from clearhead.testing import CASES, Case, check
-print(native._library().isa)
+print(library.find_library().isa)
 for case in CASES:
     if min(case.B, case.H, case.L, case.S, case.D, case.Dv) == 0:
         continue
@@ -262,7 +263,7 @@ def run_with(isa, code):
 
 def lacks(isa):
     """Whether the library itself says that the processor has not got it."""
-    told = run_with(isa, "from clearhead.backends import native; native._library()")
+    told = run_with(isa, "from clearhead.backends import library; library.find_library()")
     return "which this processor does not have" in told.stderr
 
 
@@ -283,7 +284,7 @@ def test_an_unknown_instruction_set_is_an_error(isa):
 
 def test_no_symbol_is_shared_between_instruction_sets():
     """The linker keeps one copy of a weak symbol, which might be the one for AVX-512."""
-    path = native._find()
+    path = library._find()
     told = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True)
     found = [
         line for line in told.stdout.splitlines() if line.split()[-2:-1] in (["W"], ["V"], ["u"])

@@ -1,6 +1,7 @@
 """The native kernels beside torch: accuracy, ops, compiled calls, the C interface."""
 
 import ctypes
+import struct
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from clearhead import AuxRequest, attention
-from clearhead.backends import native
+from clearhead.backends import library, native
 from clearhead.testing import CASES
 
 NAMES = {case.name: case for case in CASES}
@@ -75,7 +76,7 @@ def _op_arguments(name):
     bias = None if "bias" not in rules else rules["bias"].expand(2, 6, 5, 7)
     return (query, key, value, mask.expand(2, 6, 5, 7) if is_float else None, bias,
             rules.get("sinks"), None, None if is_float else mask, rules.get("key_mask"), None, None,
-            None, 0 if "is_causal" in rules else None, 0.3, rules.get("softcap"))  # fmt: skip
+            None, None, 0 if "is_causal" in rules else None, 0.3, rules.get("softcap"))  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -122,9 +123,9 @@ def test_second_derivatives():
 
 
 def test_the_c_interface_refuses_what_does_not_fit():
-    library = ctypes.CDLL(str(native._find()))
-    call = ctypes.create_string_buffer(native._CALL.size)
-    sizes = native.struct.Struct("@8q")
+    lib = ctypes.CDLL(str(library._find()))
+    call = ctypes.create_string_buffer(library._CALL.size)
+    sizes = struct.Struct("@8q")
     bad_size, bad_head_size, bad_dtype, bad_pointer = 1, 2, 3, 4
     for fields, status in (
         ((1, 4, 3, 5, 5, 8, 8, 0), bad_size),
@@ -135,7 +136,7 @@ def test_the_c_interface_refuses_what_does_not_fit():
         ((1, 4, 2, 5, 5, 8, 8, 0), bad_pointer),
     ):
         sizes.pack_into(call, 0, *fields)
-        assert library.clearhead_forward(call) == status
+        assert lib.clearhead_forward(call) == status
 
 
 def test_offsets_beyond_two_to_the_31():

@@ -7,8 +7,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, kinds
 from .arguments import make_problem, need_tensor
+from .backends import native
 from .explanation import Explanation, explain
 from .results import Aux, AuxRequest, joined, summarised
 from .visibility import Window
@@ -110,6 +111,15 @@ def attention(
     >>> attention(q, k, v, is_causal=True).shape
     torch.Size([2, 4, 7, 8])
     """
+    kind = None
+    if return_aux is None and documents is None:
+        kind = kinds.kind_of(query, key, value, attn_mask, dropout_p, is_causal, scale, bias,
+                             key_mask, window, softcap, sinks, alibi_slopes, head_mask,
+                             deterministic, backend)  # fmt: skip
+        same = None if kind is None else kinds.known(kind)
+        if same is not None:
+            return native.again(query, key, value, same, attn_mask, bias, sinks, alibi_slopes,
+                                key_mask, head_mask)  # fmt: skip
     problem = make_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, bias=bias,
         key_mask=key_mask, window=window, documents=documents, softcap=softcap, sinks=sinks,
@@ -117,8 +127,7 @@ def attention(
         return_aux=return_aux,
     )  # fmt: skip
     out, aux = backends.run(problem, backend)
-    if problem.head_mask is not None:
-        out = out * problem.head_mask[..., None, None].to(out.dtype)
+    kinds.keep(kind, problem, backend)
     out = problem.unfold(out)
     if return_aux is None:
         return out

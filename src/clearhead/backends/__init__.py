@@ -81,6 +81,8 @@ def run(problem: Problem, name: str = "auto") -> tuple[Tensor, Aux]:
     """
     backend = choose(problem, name)
     out, aux = _guarded(backend, problem)
+    if problem.head_mask is not None and "head_mask" not in backend.gives(problem):
+        out = out * problem.head_mask[..., None, None].to(out.dtype)
     if lacks(problem, backend):
         other, beside = helper(problem, backend)
         aux = other.forward(beside)[1].beside(aux)

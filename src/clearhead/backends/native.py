@@ -1,41 +1,35 @@
 """clearhead's own CPU kernels (csrc/), compiled when the package is installed.
 
-The library is a plain C interface, reached through ctypes on the first call that needs it. Its
-work runs on torch's own threads: torch's parallel loop is handed in as a function pointer, since a
-second pool beside it would spin against the first. The forward pass is the op `clearhead::native`;
-its backward is the op of `chunked`, from the row maximum m and sum z that the kernels save.
+The forward pass is the op `clearhead::native`, and `clearhead::native_aux` where more than the
+output is asked for. Their backward is the op of `chunked`, from the row maximum m and sum z that
+the kernels save. `again` is the same forward pass beside the ops, for calls that need nothing of
+what the dispatcher does.
 """
 
-import ctypes
-import os
-import struct
-import sys
-import threading
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..problem import Problem, in_transform
-from ..results import Aux
+from ..results import Aux, TopK
+from .library import (
+    Library,
+    empty_out,
+    find_library,
+    rules_of,
+    run,
+    statistics_of,
+    threads,
+)
 
 NAME = "native"
 MAX_HEAD_SIZE = 512
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
-NO_LIMIT = 2**63 - 1
-
-# csrc/clearhead.h, struct clearhead_call: every field has eight bytes.
-_DENSE = "P4qq"
-_CALL = struct.Struct(
-    f"@7qq 4P 12q 2P 2d 2q {_DENSE} {_DENSE} {_DENSE} P2q 2P4q P P2q P2q 2P 6P P2q 2PqP PqPq".replace(" ", "")
-)
-_WORKSPACE = struct.Struct("@Pq")  # its last two fields
-_NO_DENSE = (0, 0, 0, 0, 0, 0)
-_NO_AUX = (0,) * 18
-
-# csrc/clearhead.h, enum clearhead_status: the last two.
-_UNKNOWN_ISA, _UNSUPPORTED_ISA = 7, 8
+MAX_TOP_K = 16
+# What the kernels return beside the output; "head_mask" is that they multiply by it.
+GIVEN = frozenset({"lse", "max_logit", "entropy", "top_k", "key_mass", "first_mass",
+                   "previous_mass", "self_mass", "distance"})  # fmt: skip
+TOP_K = {"top_k": ("top_weights", "top_keys")}  # one name of Aux, two of clearhead.h
 
 
 def why_not(problem: Problem) -> str | None:
@@ -54,13 +48,14 @@ def why_not(problem: Problem) -> str | None:
     if max(p.D, p.Dv) > MAX_HEAD_SIZE:
         name, size = ("head", p.D) if p.D > MAX_HEAD_SIZE else ("value head", p.Dv)
         return f"{name} size {size} is over {MAX_HEAD_SIZE}"
-    library = _library()
+    library = find_library()
     return library if isinstance(library, str) else None
 
 
-def gives(problem: Problem) -> set[str]:
-    """What this backend can return beside the output, by the names of AuxRequest."""
-    return {"lse"}
+def gives(problem: Problem) -> frozenset[str]:
+    """What this backend can return beside the output, by the names of AuxRequest, and "head_mask"
+    if it multiplies the output by it."""
+    return GIVEN if problem.aux.top_k <= MAX_TOP_K else GIVEN - {"top_k"}
 
 
 def leaks(problem: Problem) -> bool:
@@ -70,112 +65,104 @@ def leaks(problem: Problem) -> bool:
 
 def describe(problem: Problem) -> str:
     """How this backend would run the call."""
-    library = _library()
-    assert isinstance(library, _Library)
-    threads = torch.get_num_threads()
-    return f"clearhead's CPU kernels, {library.isa}, {threads} thread{'s' * (threads > 1)}"
+    library = find_library()
+    assert isinstance(library, Library)
+    n = threads()
+    return f"clearhead's CPU kernels, {library.isa}, {n} thread{'s' * (n > 1)}"
 
 
 def forward(problem: Problem) -> tuple[Tensor, Aux]:
-    """Compute out (B, H, L, Dv), in query's dtype, and the lse if it is asked for."""
+    """Compute out (B, H, L, Dv), in query's dtype, and what it gives of problem.aux."""
+    p, given = problem, gives(problem)
+    head_mask = p.head_mask if "head_mask" in given else None
+    inputs = (*p.differentiable, p.mask, p.key_mask, p.doc_q, p.doc_k, head_mask, p.left, p.right,
+              p.scale, p.softcap)  # fmt: skip
+    wanted = [name for name in p.aux.asked if name in given]
+    if not wanted:
+        return attend(*inputs)[0], Aux()
+    first_key = p.first_key if "first_mass" in wanted else None
+    names = [n for name in wanted for n in TOP_K.get(name, (name,))]
+    found = attend_aux(*inputs, first_key, names, p.aux.top_k)
+    return found[0], _aux(dict(zip(names, found[3], strict=True)))
+
+
+def _aux(found: dict[str, Tensor]) -> Aux:
+    """What the op found, by the names of Aux; the lse alone carries a gradient."""
+    found = {name: t if name == "lse" else t.detach() for name, t in found.items()}
+    top_k = TopK(*(found.pop(name) for name in TOP_K["top_k"])) if "top_weights" in found else None
+    return Aux(**found, top_k=top_k)
+
+
+# -- beside the ops -------------------------------------------------------------------------------
+
+
+class Again(NamedTuple):
+    """What is the same in all calls of a kind (see clearhead.kinds)."""
+
+    numbers: tuple  # left, right, scale, softcap
+    rules: bytes | None  # of a call without tensors beside query, key and value
+
+
+def again_of(problem: Problem) -> Again | None:
+    """What `again` needs for calls of this one's kind; None if it cannot serve them."""
     p = problem
-    out, lse, _, _ = attend(*p.differentiable, p.mask, p.key_mask, p.doc_q, p.doc_k, p.left,
-                            p.right, p.scale, p.softcap)  # fmt: skip
-    return out, Aux(lse if p.aux.lse else None)
+    if p.head_mask is not None and "head_mask" not in gives(p):
+        return None
+    numbers = p.left, p.right, p.scale, p.softcap
+    more = (*p.added, p.sinks, p.alibi_slopes, p.mask, p.key_mask, p.head_mask)
+    alone = all(tensor is None for tensor in more)
+    return Again(numbers, rules_of((1, 1, 1, 1), *[None] * 9, *numbers)[0] if alone else None)
 
 
-# -- the library ----------------------------------------------------------------------------------
+def again(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    same: Again,
+    attn_mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    key_mask: Tensor | None,
+    head_mask: Tensor | None,
+) -> Tensor:
+    """The output of a call of a kind that these kernels have served, its tensors as they came."""
+    if same.rules is not None:
+        return run(query, key, value, same.rules)
+    shape = (*query.shape[:3], key.shape[2])
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    mask, float_mask = (attn_mask, None) if boolean else (None, attn_mask)
+    rules, _alive = rules_of(shape, float_mask, bias, sinks, alibi_slopes, mask, key_mask, None,
+                             None, head_mask, *same.numbers)  # fmt: skip
+    return run(query, key, value, rules)
 
 
-class _Library(NamedTuple):
-    forward: Any
-    workspace: Any
-    parallel_for: int
-    isa: str
+# -- the ops --------------------------------------------------------------------------------------
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? float_mask, Tensor? bias, Tensor? sinks, "
+    "Tensor? alibi_slopes, Tensor? mask, Tensor? key_mask, Tensor? doc_q, Tensor? doc_k, "
+    "Tensor? head_mask, SymInt? left, SymInt? right, float scale, float? softcap"
+)
+TENSORS = 12
+# torch.library.custom_op would do the same at four times the cost per call.
+_ops = torch.library.Library("clearhead", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_ops.define(f"native({_INPUTS}) -> (Tensor out, Tensor m, Tensor z)", tags=_tags)
+_ops.define(
+    f"native_aux({_INPUTS}, Tensor? first_key, str[] wanted, SymInt top_k)"
+    " -> (Tensor out, Tensor m, Tensor z, Tensor[] statistics)",
+    tags=_tags,
+)
+attend = torch.ops.clearhead.native.default
+attend_aux = torch.ops.clearhead.native_aux.default
 
 
-_loaded: dict[str, _Library | str] = {}
+def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _attend_aux(query, key, value, *rest, None, [], 0)[:3]
 
 
-def _library() -> _Library | str:
-    """The library, loaded once, or why there is none.
-
-    Raises:
-        ValueError: CLEARHEAD_ISA names an instruction set that cannot be had.
-    """
-    if NAME not in _loaded:
-        _loaded[NAME] = _load()
-    return _loaded[NAME]
-
-
-# What torch.compiler.assume_constant_result does, without the seconds that it takes to import.
-_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _load() -> _Library | str:
-    path = _find()
-    if path is None:
-        return (
-            "its library was not built when clearhead was installed; with a C++ compiler at hand, "
-            "pip install --force-reinstall --no-deps clearhead builds it"
-        )
-    library = ctypes.CDLL(str(path))
-    library.clearhead_call_bytes.restype = ctypes.c_int64
-    if library.clearhead_call_bytes() != _CALL.size:
-        return f"{path} belongs to another version of clearhead; install clearhead again"
-    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _name("torch_cpu")))
-    if not hasattr(torch_cpu, "torch_parallel_for"):
-        return f"torch {torch.__version__} does not lend its threads; it needs torch 2.10"
-    parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value or 0
-    return _Library(
-        library.clearhead_forward, library.clearhead_workspace, parallel_for, _isa(library)
-    )
-
-
-def _name(stem: str) -> str:
-    if sys.platform == "win32":
-        return f"{stem}.dll"
-    return f"lib{stem}.dylib" if sys.platform == "darwin" else f"lib{stem}.so"
-
-
-def _find() -> Path | None:
-    """The library beside the package's files, or in an installed package while a checkout runs."""
-    folders = [Path(__file__).parents[1], *(Path(entry) / "clearhead" for entry in sys.path)]
-    return next((f / _name("clearhead") for f in folders if (f / _name("clearhead")).is_file()),
-                None)  # fmt: skip
-
-
-def _isa(library: ctypes.CDLL) -> str:
-    name = ctypes.c_char_p()
-    status = library.clearhead_isa(ctypes.byref(name))
-    if status == 0 and name.value is not None:
-        return name.value.decode()
-    wanted = os.environ.get("CLEARHEAD_ISA")
-    if status == _UNSUPPORTED_ISA:
-        raise ValueError(
-            f'CLEARHEAD_ISA is "{wanted}", which this processor does not have; "generic" runs on '
-            "any, and without the variable the best one is taken"
-        )
-    raise ValueError(
-        f'CLEARHEAD_ISA is "{wanted}"; it must be "generic", "avx2" or "avx512", or not be set'
-    )
-
-
-# -- the op ---------------------------------------------------------------------------------------
-
-
-class _Kept(threading.local):
-    """The workspace of a thread, kept for its next call: fresh pages would cost more than a small
-    call does."""
-
-    workspace = torch.empty(0, dtype=torch.uint8)
-
-
-_kept = _Kept()
-
-
-@torch.library.custom_op("clearhead::native", mutates_args=())
-def attend(
+def _attend_aux(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -187,99 +174,83 @@ def attend(
     key_mask: Tensor | None,
     doc_q: Tensor | None,
     doc_k: Tensor | None,
+    head_mask: Tensor | None,
     left: int | None,
     right: int | None,
     scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The forward pass as an op: out, lse, m and z (B, H, L); m = -inf and z = 0 where empty."""
-    library = _library()
-    if isinstance(library, str):
-        raise NotImplementedError(f'attention(backend="native"): {library}')
-    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    (B, H, L, D), (Hkv, S, Dv) = query.shape, value.shape[1:]
-    out = query.new_empty(B, H, L, Dv)
-    m = query.new_empty(B, H, L, dtype=torch.float32)
-    z = torch.empty_like(m)
-    float_mask, bias = _readable(float_mask), _readable(bias)
-    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-    slopes = None if alibi_slopes is None else alibi_slopes.to(torch.float32)
-    doc_q, doc_k = (None if t is None else t.to(torch.int64) for t in (doc_q, doc_k))
-
-    threads = torch.get_num_threads()
-    call = ctypes.create_string_buffer(_CALL.size)
-    _CALL.pack_into(
-        call, 0, B, H, Hkv, L, S, D, Dv, DTYPES[query.dtype],
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
-        m.data_ptr(), z.data_ptr(), scale, softcap or 0.0,
-        NO_LIMIT if left is None else left, NO_LIMIT if right is None else right,
-        *_dense(mask, B, H, L, S), *_dense(float_mask, B, H, L, S), *_dense(bias, B, H, L, S),
-        *_spread(key_mask, B, S), _address(doc_q), _address(doc_k),
-        *_spread(doc_q, B, L)[1:], *_spread(doc_k, B, S)[1:],
-        _address(sinks), *_spread(slopes, B, H), *_NO_AUX, library.parallel_for, threads, 0, 0,
-    )  # fmt: skip
-    needed = ctypes.c_int64()
-    _succeed(library.workspace(call, ctypes.byref(needed)))
-    if _kept.workspace.numel() < needed.value:
-        _kept.workspace = torch.empty(needed.value, dtype=torch.uint8)
-    workspace = _kept.workspace
-    place = _CALL.size - _WORKSPACE.size
-    _WORKSPACE.pack_into(call, place, workspace.data_ptr(), workspace.numel())
-    _succeed(library.forward(call))
-    return out, z.log().add_(m), m, z
+    first_key: Tensor | None,
+    wanted: list[str],
+    top_k: int,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """out, m and z (B, H, L), m = -inf and z = 0 where empty, and the wanted statistics, by the
+    names of clearhead.h and "lse"."""
+    why_none = find_library()
+    if isinstance(why_none, str):
+        raise NotImplementedError(f'attention(backend="native"): {why_none}')
+    (B, H, L, _), S = query.shape, key.shape[2]
+    rules, _alive = rules_of((B, H, L, S), float_mask, bias, sinks, alibi_slopes, mask, key_mask,
+                             doc_q, doc_k, head_mask, left, right, scale, softcap)  # fmt: skip
+    m, z, *found = _empty_rows(query, S, ["m", "z", *wanted], top_k)
+    filled = dict(zip(wanted, found, strict=True))
+    out = run(query, key, value, rules, m, z, statistics_of(filled, first_key, B, L))
+    if "lse" in filled:
+        torch.add(z.log(), m, out=filled["lse"])
+    return out, m, z, found
 
 
-def _succeed(status: int) -> None:
-    if status:
-        raise RuntimeError(f"clearhead::native: its library refused the call with code {status}")
-
-
-def _readable(tensor: Tensor | None) -> Tensor | None:
-    return tensor.to(torch.float32) if tensor is not None and tensor.dtype not in DTYPES else tensor
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _dense(tensor: Tensor | None, *shape: int) -> tuple[int, ...]:
-    """The fields of clearhead_dense: address, strides with 0 where broadcast, dtype."""
-    if tensor is None:
-        return _NO_DENSE
-    return (tensor.data_ptr(), *tensor.expand(shape).stride(), DTYPES[tensor.dtype])
-
-
-def _spread(tensor: Tensor | None, *shape: int) -> tuple[int, int, int]:
-    """Address and strides of a tensor with two axes, 0 where broadcast."""
-    if tensor is None:
-        return 0, 0, 0
-    strides = tensor.expand(shape).stride()
-    return tensor.data_ptr(), strides[0], strides[1]
-
-
-@attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, ...]:
+def _empty_rows(query: Tensor, S: int, names: list[str], top_k: int) -> list[Tensor]:
+    """Memory for what a call returns beside its output, by name."""
     B, H, L, _ = query.shape
-    row = query.new_empty(B, H, L, dtype=torch.float32)
-    out = query.new_empty(B, H, L, value.shape[-1])
-    return out, row, torch.empty_like(row), torch.empty_like(row)
+    shapes = {"key_mass": (B, H, S), "top_weights": (B, H, L, top_k), "top_keys": (B, H, L, top_k)}
+    return [
+        query.new_empty(
+            shapes.get(name, (B, H, L)),
+            dtype=torch.int64 if name == "top_keys" else torch.float32,
+        )
+        for name in names
+    ]
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return (empty_out(query, value.shape[3]), *_empty_rows(query, 0, ["m", "z"], 0))
+
+
+def _fake_aux(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple:
+    *_, wanted, top_k = rest
+    m, z, *found = _empty_rows(query, key.shape[2], ["m", "z", *wanted], top_k)
+    return empty_out(query, value.shape[3]), m, z, found
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    _, _, m, z = output
-    ctx.save_for_backward(*inputs[:11], m, z)
-    ctx.numbers = inputs[11:]
+    ctx.save_for_backward(*inputs[:TENSORS], *output[1:3])
+    ctx.numbers = inputs[TENSORS:16]
+    ctx.lse = inputs[17].index("lse") if len(inputs) > 16 and "lse" in inputs[17] else None
+    ctx.rest = len(inputs) - TENSORS
 
 
-def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, *_: Tensor) -> tuple:
-    *tensors, m, z = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:7])
+def _backward(ctx: Any, d_out: Tensor, d_m: Tensor, d_z: Tensor, d_found: Any = ()) -> tuple:
+    """m, z and the statistics but lse carry no gradient."""
+    *tensors, head_mask, m, z = ctx.saved_tensors
+    *needs, needs_head_mask = (ctx.needs_input_grad[n] for n in (*range(7), 11))
+    d_head_mask = None
+    if head_mask is not None:
+        spread = head_mask[..., None, None].to(d_out.dtype)
+        if needs_head_mask:
+            out = attend(*tensors, None, *ctx.numbers)[0]
+            d_head_mask = (d_out.to(m.dtype) * out).sum((-2, -1)).sum_to_size(head_mask.shape)
+            d_head_mask = d_head_mask.to(head_mask.dtype)
+        d_out = d_out * spread
+    d_lse = torch.zeros_like(m) if ctx.lse is None else d_found[ctx.lse]
     no_seed, no_dropout, any_order = None, 0.0, False
     grads = torch.ops.clearhead.chunked_backward(
         d_out, d_lse, m, z, needs, *tensors, no_seed, *ctx.numbers, no_dropout, any_order
     )
-    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), *[None] * 8)
+    grads = (g if need else None for g, need in zip(grads, needs, strict=True))
+    return (*grads, *[None] * 4, d_head_mask, *[None] * ctx.rest)
 
 
-attend.register_autograd(_backward, setup_context=_save)
+for _name, _kernel, _shapes in (("native", _attend, _fake), ("native_aux", _attend_aux, _fake_aux)):
+    _ops.impl(_name, _kernel, "CPU")
+    torch.library.register_fake(f"clearhead::{_name}", _shapes, lib=_ops)
+    torch.library.register_autograd(f"clearhead::{_name}", _backward, setup_context=_save, lib=_ops)

@@ -1,0 +1,300 @@
+"""The compiled library (csrc/clearhead.h): found and loaded once, and one call of it.
+
+It is a plain C interface, reached through ctypes. Its work runs on torch's own threads: torch's
+parallel loop is handed in as a function pointer, since a second pool beside it would spin against
+the first. A call is a struct, packed in four parts; every field has eight bytes.
+"""
+
+import ctypes
+import os
+import struct
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
+NO_LIMIT = 2**63 - 1
+# Statistics with one number per row, in the struct's order.
+ROW_STATISTICS = ("max_logit", "entropy", "first_mass", "previous_mass", "self_mass",
+                  "distance")  # fmt: skip
+# A thread keeps no workspace that is larger than this.
+KEPT_BYTES = 64 << 20
+
+_HEAD = struct.Struct("@7qq4P12q2P")  # sizes, dtype, tensors, strides, m and z
+_RULES = struct.Struct("@2d2q" + "P4qq" * 3 + "P2q2P4qPP2qP2q2P")  # scale to cu_k
+_STATISTICS = struct.Struct("@6PP2q2PqP")  # max_logit to key_mass
+_FOOT = struct.Struct("@PqPq")  # threads and workspace
+_CALL = struct.Struct(
+    "@" + "".join(part.format[1:] for part in (_HEAD, _RULES, _STATISTICS, _FOOT))
+)
+_NO_STATISTICS = bytes(_STATISTICS.size)
+_NO_DENSE = (0, 0, 0, 0, 0, 0)
+
+# csrc/clearhead.h, enum clearhead_status: the last three.
+_SMALL_WORKSPACE, _UNKNOWN_ISA, _UNSUPPORTED_ISA = 6, 7, 8
+
+
+class Library(NamedTuple):
+    forward: Any
+    workspace: Any
+    parallel_for: int
+    isa: str
+
+
+_loaded: list[Library | str] = []
+
+
+def find_library() -> Library | str:
+    """The library, loaded once, or why there is none.
+
+    Raises:
+        ValueError: CLEARHEAD_ISA names an instruction set that cannot be had.
+    """
+    if not _loaded:
+        _loaded.append(_load())
+    return _loaded[0]
+
+
+# What torch.compiler.assume_constant_result does, without the seconds that it takes to import.
+find_library._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _load() -> Library | str:
+    path = _find()
+    if path is None:
+        return (
+            "its library was not built when clearhead was installed; with a C++ compiler at hand, "
+            "pip install --force-reinstall --no-deps clearhead builds it"
+        )
+    library = ctypes.CDLL(str(path))
+    library.clearhead_call_bytes.restype = ctypes.c_int64
+    if library.clearhead_call_bytes() != _CALL.size:
+        return f"{path} belongs to another version of clearhead; install clearhead again"
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _name("torch_cpu")))
+    if not hasattr(torch_cpu, "torch_parallel_for"):
+        return f"torch {torch.__version__} does not lend its threads; it needs torch 2.10"
+    parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value or 0
+    return Library(
+        library.clearhead_forward, library.clearhead_workspace, parallel_for, _isa(library)
+    )
+
+
+def _name(stem: str) -> str:
+    if sys.platform == "win32":
+        return f"{stem}.dll"
+    return f"lib{stem}.dylib" if sys.platform == "darwin" else f"lib{stem}.so"
+
+
+def _find() -> Path | None:
+    """The library beside the package's files, or in an installed package while a checkout runs."""
+    folders = [Path(__file__).parents[1], *(Path(entry) / "clearhead" for entry in sys.path)]
+    return next((f / _name("clearhead") for f in folders if (f / _name("clearhead")).is_file()),
+                None)  # fmt: skip
+
+
+def _isa(library: ctypes.CDLL) -> str:
+    name = ctypes.c_char_p()
+    status = library.clearhead_isa(ctypes.byref(name))
+    if status == 0 and name.value is not None:
+        return name.value.decode()
+    wanted = os.environ.get("CLEARHEAD_ISA")
+    if status == _UNSUPPORTED_ISA:
+        raise ValueError(
+            f'CLEARHEAD_ISA is "{wanted}", which this processor does not have; "generic" runs on '
+            "any, and without the variable the best one is taken"
+        )
+    raise ValueError(
+        f'CLEARHEAD_ISA is "{wanted}"; it must be "generic", "avx2" or "avx512", or not be set'
+    )
+
+
+# -- one call -------------------------------------------------------------------------------------
+
+
+class _Kept(threading.local):
+    """Memory that a thread keeps for its next call: fresh pages would cost more than a small call
+    does. `workspace` is its address and size."""
+
+    def __init__(self) -> None:
+        self._rows = _memory(0)
+        self.keep(_memory(1))
+
+    def keep(self, memory: Tensor) -> None:
+        """Keep this workspace, unless it is a very large one."""
+        if memory.numel() <= KEPT_BYTES:
+            self._memory = memory
+            self.workspace = memory.data_ptr(), memory.numel()
+
+    def rows(self, size: int) -> int:
+        """The address of so many bytes for the m and z that nobody asked for."""
+        if self._rows.numel() < size:
+            self._rows = _memory(size)
+        return self._rows.data_ptr()
+
+
+def _memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+_kept = _Kept()
+
+
+def threads() -> int:
+    """How many threads a call uses: torch's number, and one in a forked process.
+
+    The threads of OpenMP do not survive a fork, and a loop of torch's would wait for them for ever.
+    """
+    return 1 if _forked else torch.get_num_threads()
+
+
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rules: bytes,
+    m: Tensor | None = None,
+    z: Tensor | None = None,
+    statistics: bytes = _NO_STATISTICS,
+) -> Tensor:
+    """Call the library, on whose presence the caller relies: out (B, H, L, Dv).
+
+    m and z (B, H, L) are filled where given, and so are the tensors of `statistics`.
+    """
+    lib = find_library()
+    assert isinstance(lib, Library)
+    B, H, L, D = query.shape
+    _, Hkv, S, Dv = value.shape
+    out = empty_out(query, Dv)
+    q_strides, k_strides, v_strides = query.stride(), key.stride(), value.stride()
+    if q_strides[3] != 1:
+        query = query.contiguous()
+        q_strides = query.stride()
+    if k_strides[3] != 1:
+        key = key.contiguous()
+        k_strides = key.stride()
+    if v_strides[3] != 1:
+        value = value.contiguous()
+        v_strides = value.stride()
+    if m is None or z is None:
+        m_at = _kept.rows(8 * B * H * L)
+        z_at = m_at + 4 * B * H * L
+    else:
+        m_at, z_at = m.data_ptr(), z.data_ptr()
+
+    call = _HEAD.pack(
+        B, H, Hkv, L, S, D, Dv, DTYPES[query.dtype],
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+        *q_strides[:3], *k_strides[:3], *v_strides[:3], *out.stride()[:3], m_at, z_at,
+    ) + rules + statistics  # fmt: skip
+    loop = lib.parallel_for, threads()
+    status = lib.forward(call + _FOOT.pack(*loop, *_kept.workspace))
+    if status == _SMALL_WORKSPACE:
+        needed = ctypes.c_int64()
+        lib.workspace(call + _FOOT.pack(*loop, 0, 0), ctypes.byref(needed))
+        memory = _memory(needed.value)
+        _kept.keep(memory)
+        status = lib.forward(call + _FOOT.pack(*loop, memory.data_ptr(), needed.value))
+    _succeed(status)
+    return out
+
+
+def _succeed(status: int) -> None:
+    if status:
+        raise RuntimeError(f"clearhead::native: its library refused the call with code {status}")
+
+
+def empty_out(query: Tensor, Dv: int) -> Tensor:
+    """out (B, H, L, Dv): in memory its heads lie within its rows where those of query do, so that
+    joining the heads again is a view."""
+    B, H, L, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty_strided((B, H, L, Dv), (L * H * Dv, Dv, H * Dv, 1))
+    return query.new_empty(B, H, L, Dv)
+
+
+def rules_of(
+    shape: tuple[int, int, int, int],
+    float_mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    key_mask: Tensor | None,
+    doc_q: Tensor | None,
+    doc_k: Tensor | None,
+    head_mask: Tensor | None,
+    left: int | None,
+    right: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[bytes, tuple]:
+    """The part of a call of shape (B, H, L, S) that says what is added and who sees what, and the
+    tensors that must live until the call. All that are given broadcast."""
+    B, H, L, S = shape
+    float_mask, bias = _readable(float_mask), _readable(bias)
+    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+    alibi_slopes, head_mask = (_in(torch.float32, t) for t in (alibi_slopes, head_mask))
+    doc_q, doc_k = (_in(torch.int64, t) for t in (doc_q, doc_k))
+    rules = _RULES.pack(
+        scale, softcap or 0.0,
+        NO_LIMIT if left is None else left, NO_LIMIT if right is None else right,
+        *_dense(mask, *shape), *_dense(float_mask, *shape), *_dense(bias, *shape),
+        *_spread(key_mask, B, S), _address(doc_q), _address(doc_k),
+        *_spread(doc_q, B, L)[1:], *_spread(doc_k, B, S)[1:],
+        _address(sinks), *_spread(alibi_slopes, B, H), *_spread(head_mask, B, H), 0, 0,
+    )  # fmt: skip
+    return rules, (float_mask, bias, sinks, alibi_slopes, head_mask, doc_q, doc_k)
+
+
+def statistics_of(found: dict[str, Tensor], first_key: Tensor | None, B: int, L: int) -> bytes:
+    """The part of a call that says what else to fill, by the names of the struct; all dense."""
+    at = {name: tensor.data_ptr() for name, tensor in found.items()}
+    rows = (at.get(name, 0) for name in ROW_STATISTICS)
+    top_k = found["top_weights"].shape[-1] if "top_weights" in found else 0
+    return _STATISTICS.pack(
+        *rows, *_spread(first_key, B, L), at.get("top_weights", 0), at.get("top_keys", 0), top_k,
+        at.get("key_mass", 0),
+    )  # fmt: skip
+
+
+def _readable(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor.dtype in DTYPES else tensor.to(torch.float32)
+
+
+def _in(dtype: torch.dtype, tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None else tensor.to(dtype)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _dense(tensor: Tensor | None, *shape: int) -> tuple[int, ...]:
+    """The fields of clearhead_dense: address, strides with 0 where broadcast, dtype."""
+    if tensor is None:
+        return _NO_DENSE
+    return (tensor.data_ptr(), *tensor.expand(shape).stride(), DTYPES[tensor.dtype])
+
+
+def _spread(tensor: Tensor | None, *shape: int) -> tuple[int, int, int]:
+    """Address and strides of a tensor with two axes, 0 where broadcast."""
+    if tensor is None:
+        return 0, 0, 0
+    strides = tensor.expand(shape).stride()
+    return tensor.data_ptr(), strides[0], strides[1]

@@ -1,0 +1,137 @@
+"""Calls of a kind that came before: what was checked once is not checked again.
+
+To check a call and to choose who runs it takes ten times as long as the smallest call does. Both
+look at sizes, dtypes and rules and, where the native kernels are chosen, at nothing else. So the
+first call of a kind takes the ordinary path, `make_problem` and `backends.run`; what that found is
+kept here, and the next ones of its kind go straight to the kernels.
+
+Only plain tensors in plain eager code have a kind, see `kind_of`. All other calls take the ordinary
+path each time, which gives the same bits.
+"""
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from . import backends
+from .backends import native
+from .problem import Problem, in_transform
+from .visibility import Window
+
+Kind = tuple
+
+# A model has a few kinds per length of its prompts, and one for decoding.
+MOST = 512
+_known: dict[Kind | None, native.Again | None] = {}
+
+# Memory on a CPU and nothing more: no subclass or wrapper, nothing to negate, not nested or sparse.
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_INFERENCE = _CPU | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_PLAIN = (
+    _INFERENCE
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+)
+_keys_of = torch._C._dispatch_keys
+
+
+def kind_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    bias: Tensor | None,
+    key_mask: Tensor | None,
+    window: Window | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    head_mask: Tensor | None,
+    deterministic: bool,
+    backend: str,
+) -> Kind | None:
+    """All that checking and choosing rest on, or None for a call that must be looked at anew.
+
+    A call has a kind if
+    - nothing wants to see or to change what it does: no compiler or tracer, no mode of torch's, no
+      transform, autocast or profiler, and no tensor in it needs a gradient,
+    - all its tensors are plain ones in a CPU's memory,
+    - query, key and value have four axes, and its numbers are of the usual types (1, 1.0 and True
+      are equal as parts of a kind, and not all are allowed).
+    How many keys there are is no part of it, so that all steps of a decoding are of one kind.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or in_transform()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._is_any_autocast_enabled()
+        or torch.autograd._profiler_enabled()
+    ):
+        return None
+    alone = attn_mask is bias is key_mask is sinks is alibi_slopes is head_mask is None
+    tensors: tuple = (query, key, value)
+    if not alone:
+        more = (attn_mask, bias, key_mask, sinks, alibi_slopes, head_mask)
+        tensors += tuple(tensor for tensor in more if tensor is not None)
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or (grad and tensor.requires_grad):
+            return None
+        keys = _keys_of(tensor)
+        if keys != _PLAIN and keys != _INFERENCE:
+            return None
+    if has_torch_function(tensors) or not query.ndim == key.ndim == value.ndim == 4:
+        return None
+    B, Hkv, S, D = key.shape
+    shape = value.shape
+    if (
+        shape[2] != S
+        or S == 0
+        or (scale is not None and type(scale) is not float)
+        or (softcap is not None and type(softcap) is not float)
+        or (window is not None and not _is_window(window))
+        or dropout_p != 0
+        or type(dropout_p) not in (int, float)
+        or type(backend) is not str
+    ):
+        return None
+    return (
+        query.shape, query.dtype, B, Hkv, D, key.dtype, shape[0], shape[1], shape[3], value.dtype,
+        bool(is_causal), window, scale, softcap, bool(deterministic), backend,
+        None if alone else _facts(S, *more),
+    )  # fmt: skip
+
+
+def _is_window(window: Window) -> bool:
+    return type(window) is tuple and all(side is None or type(side) is int for side in window)
+
+
+def _facts(S: int, *tensors: Tensor | None) -> tuple:
+    """The dtype and shape of each; -1 stands for S on the last axis of those that lie over keys,
+    the first three."""
+    facts: list = []
+    for n, tensor in enumerate(tensors):
+        shape = () if tensor is None else tuple(tensor.shape)
+        if n < 3 and shape and shape[-1] == S:
+            shape = (*shape[:-1], -1)
+        facts += [None if tensor is None else tensor.dtype, shape]
+    return tuple(facts)
+
+
+def known(kind: Kind | None) -> native.Again | None:
+    """What is kept of a kind, if a call of it may go straight to the kernels."""
+    return _known.get(kind)
+
+
+def keep(kind: Kind | None, problem: Problem, backend: str) -> None:
+    """Keep what the ordinary path made of the first call of a kind."""
+    if kind is None or kind in _known:
+        return
+    again = native.again_of(problem) if backends.choose(problem, backend) is native else None
+    if len(_known) >= MOST:
+        _known.clear()
+    _known[kind] = again
