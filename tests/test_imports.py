@@ -50,9 +50,12 @@ RULES = {
     "arguments": Rule(ours=CALL),
     "backends": Rule(ours=("backends", *CALL)),
     "backends.*": Rule(ours=CALL),
-    # blocks and dense are parts of chunked, no backends.
+    # blocks, dense and statistics are parts of chunked, no backends.
     "backends.dense": Rule(ours=("backends.blocks", *CALL)),
-    "backends.chunked": Rule(ours=("backends.blocks", "backends.dense", "textbook", *CALL)),
+    "backends.statistics": Rule(ours=("backends.blocks", "backends.dense", *CALL)),
+    "backends.chunked": Rule(
+        ours=("backends.blocks", "backends.dense", "backends.statistics", "textbook", *CALL)
+    ),
     "explanation": Rule(ours=("backends", "arguments", *CALL)),
     "functional": Rule(ours=("backends", "arguments", "explanation", *CALL)),
     # from_heads, to_heads and from_torch are doors to convert, which itself knows the module.
@@ -70,6 +73,7 @@ RULES = {
     "view": Rule(ours=("view",), theirs=("rich",)),
     "view.*": Rule(ours=("view",), theirs=("rich",)),
     "testing": Rule(ours=("testing", "functional", *GROUND)),
+    "testing.statistics": Rule(ours=("testing", *GROUND)),
     "testing.*": Rule(ours=("functional", *GROUND)),
     "cli": Rule(ours=(ANYTHING,), theirs=(ANYTHING,)),
 }

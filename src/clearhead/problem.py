@@ -60,14 +60,14 @@ class Problem:
             self.L, self.S, self.left, self.right, self.key_mask, self.doc_q, self.doc_k, self.mask
         )
 
-    @functools.cached_property
+    @property
     def first_key(self) -> Tensor | None:
         """The first key of each row's sequence, (B, L) int64: the first that key_mask allows and
         that is of the row's own document. None where it is key 0 for all."""
         first = self.visibility.first_key()
         return None if first is None else first.expand(self.B, self.L)
 
-    @functools.cached_property
+    @property
     def padded_rows(self) -> Tensor | None:
         """The rows whose own key key_mask forbids, (B or 1, L) bool, or None: in self-attention,
         L == S, and in causal calls, where keys may be cached. (A row of any other call has its own

@@ -192,5 +192,83 @@ def attention_by_definition(
     return result, _stack(lse, query, (B, H, L)), _stack(weights, query, (B, H, L, S))
 
 
+def statistics_by_definition(
+    weights: Tensor,
+    lse: Tensor,
+    visible: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    documents: Tensor | tuple[Tensor, Tensor] | None = None,
+    top_k: int = 0,
+) -> dict[str, Tensor]:
+    """What `clearhead.AuxRequest` means, by a loop over b, h, i: sums over the visible keys J.
+
+        max_logit_i = max over J of s_j = lse_i + log(max over J of w_j)
+        entropy_i   = -sum over J of w_j log w_j                   0 log 0 = 0
+        distance_i  = sum over J of w_j |own(i) - j|               own(i) = i + (S - L)
+        self_mass_i, previous_mass_i, first_mass_i = w of key own(i), own(i) - 1, and of the first
+                      key that key_mask allows and that is of the row's own document
+        key_mass_j  = sum over i of w_ij
+
+    Args:
+        weights, lse: (B, H, L, S) and (B, H, L), of `attention_by_definition`.
+        visible: who may look at whom, (B, H, L, S) bool.
+        key_mask, documents: as they were given to it.
+        top_k: how many of the largest weights to list, at least 1 if any.
+
+    Returns:
+        By the names above (B, H, L), key_mass (B, H, S), and top_weights and top_keys (B, H, L,
+        top_k), of equal weights the lower key first; float64, the keys int64. A row without J
+        gives max_logit -inf, top_keys -1, and 0 elsewhere.
+
+    >>> weights = torch.tensor([[[[1.0, 0.0], [0.25, 0.75]]]])
+    >>> visible = torch.tensor([[[[True, False], [True, True]]]])
+    >>> statistics_by_definition(weights, torch.zeros(1, 1, 2), visible)["distance"]
+    tensor([[[0.0000, 0.2500]]], dtype=torch.float64)
+    """
+    B, H, L, S = weights.shape
+    doc_q, doc_k = documents if isinstance(documents, tuple) else (documents, documents)
+    open_key = None if key_mask is None else key_mask.expand(B, S).tolist()
+    number_q = [] if doc_q is None else doc_q.expand(B, L).tolist()
+    number_k = [] if doc_k is None else doc_k.expand(B, S).tolist()
+
+    def of_sequence(b: int, i: int, j: int) -> bool:
+        return bool(
+            (open_key is None or open_key[b][j])
+            and (doc_q is None or number_q[b][i] == number_k[b][j])
+        )
+
+    w, see = weights.double().tolist(), visible.tolist()
+    rows: dict[str, list[float]] = {}
+    ranks: list[tuple[list[float], list[int]]] = []
+    for b, h, i in itertools.product(range(B), range(H), range(L)):
+        w_i, own = w[b][h][i], i + (S - L)
+        J = [j for j in range(S) if see[b][h][i][j]]
+        largest = max((w_i[j] for j in J), default=0.0)
+        first = next((j for j in range(S) if of_sequence(b, i, j)), None)
+        found = {
+            "max_logit": float(lse[b, h, i]) + math.log(largest) if largest else -math.inf,
+            "entropy": -sum(w_i[j] * math.log(w_i[j]) for j in J if w_i[j]),
+            "first_mass": w_i[first] if first in J else 0.0,
+            "previous_mass": w_i[own - 1] if own - 1 in J else 0.0,
+            "self_mass": w_i[own] if own in J else 0.0,
+            "distance": sum(w_i[j] * abs(own - j) for j in J),
+        }
+        for name, value in found.items():
+            rows.setdefault(name, []).append(value)
+        best = sorted(J, key=lambda j: (-w_i[j], j))[:top_k]
+        short = top_k - len(best)
+        ranks.append(([w_i[j] for j in best] + [0.0] * short, best + [-1] * short))
+
+    names = ("max_logit", "entropy", "first_mass", "previous_mass", "self_mass", "distance")
+    result = {n: weights.new_tensor(rows.get(n, []), dtype=torch.float64) for n in names}
+    result = {name: value.view(B, H, L) for name, value in result.items()}
+    result["key_mass"] = weights.double().sum(-2)
+    top_weights, top_keys = ([rank[n] for rank in ranks] for n in (0, 1))
+    result["top_weights"] = weights.new_tensor(top_weights, dtype=torch.float64)
+    result["top_keys"] = weights.new_tensor(top_keys, dtype=torch.int64)
+    return result | {n: result[n].view(B, H, L, top_k) for n in ("top_weights", "top_keys")}
+
+
 def _stack(rows: list[Tensor], like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.stack(rows).reshape(shape) if rows else like.new_zeros(shape)

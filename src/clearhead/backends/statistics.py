@@ -171,7 +171,7 @@ def _of_weights(
     own = torch.arange(i0, i1, device=p.device)[:, None] + (p.S - p.L)
     found: dict[str, Tensor] = {}
     if "entropy" in names:
-        found["entropy"] = 0 - w_ij.log().clamp_(min=LOG_ZERO).mul_(w_ij).sum(-1)
+        found["entropy"] = 0 - (w_ij * w_ij.log().clamp(min=LOG_ZERO)).sum(-1)
     if "distance" in names:
         found["distance"] = (w_ij * p.distance(i0, i1, j0, j1)).sum(-1)
     if "key_mass" in names:

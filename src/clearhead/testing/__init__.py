@@ -11,6 +11,7 @@ Shipped, so that you can hold your own machine, device or backend against it:
 ['d_key', 'd_query', 'd_value', 'lse', 'out', 'weights']
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,22 +23,35 @@ from ..functional import attention
 from ..results import Aux, AuxRequest
 from ..textbook import attention_by_definition
 from . import planted
+from . import statistics as stats
 from .cases import CASES, Case
 from .errors import ERRORS
 
-__all__ = ["CASES", "ERRORS", "FACTORS", "PLANTED_BUGS", "Case", "assert_within_budget", "check"]
+__all__ = [
+    "CASES",
+    "ERRORS",
+    "FACTORS",
+    "PLANTED_BUGS",
+    "PLANTED_STATISTICS",
+    "Case",
+    "assert_within_budget",
+    "check",
+    "check_statistics",
+]
 
 # The one table of tolerances. A factor above 3 needs its measured figure beside it.
 FACTORS = {
     "out": 2.0,
     "lse": 2.0,
     "weights": 2.0,
+    "statistic": 2.0,
     "gradient": 3.0,
     # torch's own CPU kernels use a fast exp: 6.85 was measured for their float32 gradients.
     "gradient by torch": 8.0,
 }
 
 PLANTED_BUGS = planted.BUGS
+PLANTED_STATISTICS = planted.BUGS_IN_STATISTICS
 
 
 def assert_within_budget(
@@ -192,6 +206,70 @@ def check(
         else:
             truth = truth.to(actual.dtype)
             torch.testing.assert_close(actual, truth, atol=atol, rtol=0, msg=_prefix(label))
+    return report
+
+
+def check_statistics(
+    case: Case,
+    attend: Callable[..., Any] = attention,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    backend: str = "auto",
+    reduce: str | None = None,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Hold every statistic of `attend` on one case to the definition, and its output to the bits
+    that it has when nothing is asked for.
+
+    Args:
+        attend: takes and returns what `clearhead.attention` does.
+        reduce: as in AuxRequest.
+
+    Returns:
+        For each statistic the share of its budget that was used.
+    Raises:
+        AssertionError: naming the case and what is out of budget.
+    """
+    query, key, value, rules = case.make(dtype, seed)
+    inputs = {"query": query, "key": key, "value": value, **rules}
+    moved = {name: _move(tensor, device) for name, tensor in inputs.items()}
+    label = f"{case.name}, {dtype}, {backend}"
+    out, aux = attend(
+        **moved, backend=backend, return_aux=dataclasses.replace(stats.ALL, reduce=reduce)
+    )
+    if not torch.equal(out, attend(**moved, backend=backend)):
+        raise AssertionError(f"{label}: asking for statistics changed the output")
+
+    results = attention_by_definition(**inputs, return_aux=True)
+    assert isinstance(results, tuple)
+    _, lse, weights = results
+    _, plain_lse, plain_weights = plain(**inputs)
+    gold = stats.defined(query, key, rules, weights, lse, reduce)
+    peer = stats.defined(query, key, rules, plain_weights, plain_lse, reduce)
+    actual = {name: tensor.cpu() for name, tensor in stats.measured(aux).items()}
+    if actual.keys() != gold.keys():
+        raise AssertionError(f"{label}: returned {sorted(actual)}, not {sorted(gold)}")
+    if reduce is None:
+        keys, true_keys = actual.pop("top_keys"), gold.pop("top_keys")
+        if keys.dtype != torch.int64 or not torch.equal(keys < 0, true_keys < 0):
+            raise AssertionError(f"{label}: top_k lists another number of keys than are seen")
+        # Which of two almost equal weights is the larger is rounding: judged by the weights.
+        actual["top_keys"] = stats.chosen(weights, keys).to(plain_lse.dtype)
+        gold["top_keys"], peer["top_keys"] = gold["top_weights"], peer["top_weights"]
+    for found in (actual, gold, peer):
+        # The definition reads it off lse, so it is judged beside lse and is as exact.
+        found["max_logit"] = torch.stack([found["lse"], found["max_logit"]])
+    report = {}
+    for name, truth in gold.items():
+        unknown = truth.isnan()
+        if not torch.equal(actual[name].isnan(), unknown):
+            raise AssertionError(f"{label}: {name} is NaN elsewhere than the truth")
+        rival = peer[name].to(plain_lse.dtype)
+        known = [t.masked_fill(unknown, 0) for t in (actual[name], truth, rival)]
+        report[name] = assert_within_budget(
+            known[0], known[1], known[2], "statistic", name=f"{label}: {name}"
+        )
     return report
 
 

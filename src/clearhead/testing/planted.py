@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..results import Aux
+from ..results import Aux, AuxRequest, Summary, summarised
 
 Attend = Callable[..., Any]
 
@@ -262,3 +262,129 @@ BUGS: dict[str, Callable[[Attend], Attend]] = {
     "no gradient to sinks": _detached("sinks"),
     "no gradient to slopes": _detached("alibi_slopes"),
 }
+
+
+# -- statistics -----------------------------------------------------------------------------------
+
+
+def _statistic(name: str, change: Callable[[Any, Tensor, dict[str, Any]], Any]) -> Callable:
+    """A bug in one statistic of rows; change gets it, the weights and the arguments."""
+
+    def plant(attend: Attend) -> Attend:
+        def broken(**arguments: Any) -> Any:
+            result = attend(**arguments)
+            request = arguments.get("return_aux")
+            if request is None or request.reduce is not None or not getattr(request, name):
+                return result
+            (out, aux), wanted = result, AuxRequest(weights=True)
+            weights = attend(**{**arguments, "return_aux": wanted})[1].weights
+            wrong = change(getattr(aux, name), weights, arguments)
+            return out, dataclasses.replace(aux, **{name: wrong})
+
+        return broken
+
+    return plant
+
+
+def _reduction(change: Callable[[Aux, Aux, Tensor], Aux]) -> Callable:
+    """A bug under reduce; change gets the Aux, that of all rows, and which of them see a key."""
+
+    def plant(attend: Attend) -> Attend:
+        def broken(**arguments: Any) -> Any:
+            result = attend(**arguments)
+            request = arguments.get("return_aux")
+            if request is None or request.reduce is None:
+                return result
+            rows = dataclasses.replace(request, reduce=None, lse=True)
+            of_rows = attend(**{**arguments, "return_aux": rows})[1]
+            return result[0], change(result[1], of_rows, of_rows.lse != -math.inf)
+
+        return broken
+
+    return plant
+
+
+def _weight_of(own: int, aligned: bool = True) -> Callable:
+    """The weight of the key that stands `own` keys behind the row's own."""
+
+    def change(mass: Tensor, weights: Tensor, a: dict[str, Any]) -> Tensor:
+        L, S = weights.shape[-2:]
+        diagonal = weights.diagonal(own + (S - L if aligned else 0), -2, -1)
+        first = max(0, -own - (S - L if aligned else 0))
+        wrong = torch.zeros_like(mass)
+        wrong[..., first : first + diagonal.shape[-1]] = diagonal
+        return wrong
+
+    return change
+
+
+def _signed_distance(distance: Tensor, weights: Tensor, a: dict[str, Any]) -> Tensor:
+    L, S = weights.shape[-2:]
+    own = torch.arange(L)[:, None] + S - L
+    return (weights * (own - torch.arange(S))).sum(-1).to(distance.dtype)
+
+
+def _first_key_of_all(mass: Tensor, weights: Tensor, a: dict[str, Any]) -> Tensor:
+    return weights[..., 0] if weights.shape[-1] else mass
+
+
+def _first_key_of_any_document(mass: Tensor, weights: Tensor, a: dict[str, Any]) -> Tensor:
+    if a.get("key_mask") is None or a.get("documents") is None:
+        return _first_key_of_all(mass, weights, a)
+    first = a["key_mask"].int().argmax(1)[:, None, None, None]
+    return weights.gather(-1, first.expand(*weights.shape[:-1], 1))[..., 0]
+
+
+def _with_sink(logit: Tensor, weights: Tensor, a: dict[str, Any]) -> Tensor:
+    return logit if a.get("sinks") is None else logit.maximum(a["sinks"][:, None].to(logit.dtype))
+
+
+def _renormalised_entropy(entropy: Tensor, weights: Tensor, a: dict[str, Any]) -> Tensor:
+    total = weights.sum(-1, keepdim=True)
+    return torch.special.entr(weights / torch.where(total == 0, 1, total)).sum(-1)
+
+
+def _quantiles_upside_down(aux: Aux, of_rows: Aux, seen: Tensor) -> Aux:
+    if isinstance(aux.distance, Summary):
+        upside_down = aux.distance._replace(quantiles=aux.distance.quantiles.flip(-1))
+        aux = dataclasses.replace(aux, distance=upside_down)
+    return aux
+
+
+BUGS_IN_STATISTICS: dict[str, Callable[[Attend], Attend]] = {
+    "entropy in bits": _statistic("entropy", lambda x, w, a: x / math.log(2)),
+    "entropy of exponentials that are not divided by their sum": _statistic(
+        "entropy", lambda x, w, a: x + (w * w.amax(-1, keepdim=True).log().clamp(min=-99)).sum(-1)
+    ),
+    "entropy of weights renormalised beside a sink": _statistic("entropy", _renormalised_entropy),
+    "entropy of empty rows is NaN": _statistic(
+        "entropy", lambda x, w, a: torch.where(w.sum(-1) == 0, math.nan, x)
+    ),
+    "largest score with the sink": _statistic("max_logit", _with_sink),
+    "largest score of empty rows is 0": _statistic(
+        "max_logit", lambda x, w, a: x.masked_fill(x == -math.inf, 0)
+    ),
+    "first key ignores padding and documents": _statistic("first_mass", _first_key_of_all),
+    "first key ignores documents": _statistic("first_mass", _first_key_of_any_document),
+    "previous mass is of the own key": _statistic("previous_mass", _weight_of(0)),
+    "previous mass is of the next key": _statistic("previous_mass", _weight_of(1)),
+    "previous mass is two keys back": _statistic("previous_mass", _weight_of(-2)),
+    "own key aligned to the upper left": _statistic("self_mass", _weight_of(0, aligned=False)),
+    "distance signed": _statistic("distance", _signed_distance),
+    "distance counted from 1": _statistic("distance", lambda x, w, a: x + w.sum(-1)),
+    "key mass averaged": _statistic("key_mass", lambda x, w, a: x / max(1, w.shape[-2])),
+    "key mass of the next head": _statistic("key_mass", lambda x, w, a: x.roll(1, 1)),
+    "key mass without the last row": _statistic("key_mass", lambda x, w, a: w[:, :, :-1].sum(-2)),
+    "top weights rising": _statistic("top_k", lambda x, w, a: x._replace(weights=x[0].flip(-1))),
+    "top keys off by one": _statistic("top_k", lambda x, w, a: x._replace(
+        indices=torch.where(x[1] < 0, -1, (x[1] + 1) % max(1, w.shape[-1])))),
+    "top keys filled up with key 0": _statistic(
+        "top_k", lambda x, w, a: x._replace(indices=x[1].clamp(min=0))),
+    "padded rows counted": _reduction(
+        lambda aux, rows, seen: dataclasses.replace(summarised(rows, seen), key_mass=aux.key_mass)),
+    "empty rows counted": _reduction(lambda aux, rows, seen: dataclasses.replace(
+        aux, entropy=summarised(rows, torch.ones_like(seen)).entropy)),
+    "key mass of padded rows counted": _reduction(
+        lambda aux, rows, seen: dataclasses.replace(aux, key_mass=rows.key_mass)),
+    "quantiles upside down": _reduction(_quantiles_upside_down),
+}  # fmt: skip
