@@ -68,6 +68,7 @@ def watch(
         ValueError: layers or ablate name what the model does not have, among others.
         NotImplementedError: a call of a layer to be ablated is not one that can be.
 
+    >>> import torch
     >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
     >>> x = torch.randn(1, 5, 8)
     >>> with watch(layer, aux=AuxRequest(weights=True)) as seen:
