@@ -1,9 +1,15 @@
 """Multi-head attention: plain as the textbook, fast as the machine, open to look inside."""
 
+from typing import TYPE_CHECKING, Any
+
 from .functional import Explanation, attention, explain, varlen_attention
 from .module import MultiHeadAttention
 from .results import Aux, AuxRequest, Summary, TopK
 from .textbook import MultiHeadAttentionWrapper, SelfAttention, attention_by_definition
+
+if TYPE_CHECKING:
+    from .inspection.record import Seen
+    from .inspection.watch import watch
 
 __version__ = "0.1.0"
 __all__ = [
@@ -12,6 +18,7 @@ __all__ = [
     "Explanation",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
+    "Seen",
     "SelfAttention",
     "Summary",
     "TopK",
@@ -19,4 +26,18 @@ __all__ = [
     "attention_by_definition",
     "explain",
     "varlen_attention",
+    "watch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What looks into models is imported when it is first asked for."""
+    if name in ("Seen", "watch"):
+        from .inspection import record, watch
+
+        return {"Seen": record.Seen, "watch": watch.watch}[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

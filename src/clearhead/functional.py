@@ -6,6 +6,7 @@ from typing import overload
 
 import torch
 from torch import Tensor
+from torch.overrides import wrap_torch_function
 
 from . import backends, kinds
 from .arguments import make_problem, need_tensor
@@ -44,6 +45,7 @@ def attention(
     sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., head_mask: Tensor | None = ...,
     deterministic: bool = ..., backend: str = ..., return_aux: AuxRequest | None,
 ) -> Tensor | tuple[Tensor, Aux]: ...  # fmt: skip
+@wrap_torch_function(lambda query, key, value, *_, **__: (query, key, value))
 def attention(
     query: Tensor,
     key: Tensor,
