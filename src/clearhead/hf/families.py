@@ -11,7 +11,14 @@ import sys
 from typing import Any
 
 NAME = "clearhead"
-INTERFACE = "ALL_ATTENTION_FUNCTIONS.get_interface("
+
+# Families that use the interface in one part and, in another, add the mask that is made for it to
+# scores of their own: a boolean mask would be taken for numbers.
+MIXED = {
+    "bigbird_pegasus": "its encoder",
+    "git": "its text decoder",
+    "informer": "its sparse attention",
+}
 
 
 def check(model: Any) -> None:
@@ -35,11 +42,17 @@ def check(model: Any) -> None:
 
 def check_class(cls: type) -> None:
     """Raise NotImplementedError if a class of models has attention that cannot be served."""
+    instead = 'load it with attn_implementation="eager"'
+    family = cls.__module__.rpartition(".modeling_")[2]
+    if cls.__module__.startswith("transformers.") and family in MIXED:
+        raise NotImplementedError(
+            f"{cls.__name__} reads the mask in code of its own ({MIXED[family]}), which does not "
+            f'know the masks of attn_implementation="{NAME}"; {instead}'
+        )
     if not cls._can_set_attn_implementation() and _source(cls.__module__):  # type: ignore[attr-defined]
         raise NotImplementedError(
             f"{cls.__name__} computes attention in code of its own and not through transformers' "
-            f'attention interface, so attn_implementation="{NAME}" would have no effect; load it '
-            'with attn_implementation="eager"'
+            f'attention interface, so attn_implementation="{NAME}" would have no effect; {instead}'
         )
 
 

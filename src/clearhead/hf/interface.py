@@ -203,7 +203,7 @@ def _within_documents(
         pair.append(torch.bucketize(position, offsets[1:].to(position), right=True)[None])
     if rules.documents is not None:  # the mask knows of them already, or of others
         pair = [a * len(cu_q) + b for a, b in zip(rules.documents, pair, strict=True)]
-    return dataclasses.replace(rules, documents=tuple(pair))
+    return dataclasses.replace(rules, documents=(pair[0], pair[1]))
 
 
 def _captured() -> bool:

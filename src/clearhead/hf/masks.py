@@ -78,7 +78,7 @@ def make(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     **options: Any,
-) -> Tensor | None:
+) -> Tensor:
     """The mask of a forward pass: (B, 1, L, S) bool, True = attend, with a note of its rules.
 
     Args:
@@ -87,26 +87,31 @@ def make(
         attention_mask: (B, all positions) bool, False = padding.
 
     Returns:
-        None only where transformers allows it for "sdpa" and the rule is the upper left triangle.
+        The mask, even where it says what a causal layer does without one: some families call their
+        layers causal that are not, or the reverse, since eager attention never asks.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     rule = mask_function or causal_mask_function
-    options["allow_is_bidirectional_skip"] = False  # no mask of a causal module has its own meaning
-    build = functools.partial(
-        sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, rule, attention_mask,
-        use_vmap=use_vmap, **options,
-    )  # fmt: skip
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or use_vmap or q_length == 1:
-        return build()  # of one row, the mask itself is a key mask
+    options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+
+    def build() -> Any:
+        start: Any = q_offset
+        return sdpa_mask(
+            batch_size, q_length, kv_length, start, kv_offset, rule, attention_mask,
+            use_vmap=use_vmap, **options,
+        )  # fmt: skip
+
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or use_vmap:
+        return build()
     with torch.inference_mode(False):  # tensors of inference mode have no version
         mask = build()
-        if mask is None or mask.is_inference():
-            return mask
+        if isinstance(q_offset, Tensor):
+            mask = mask.contiguous()  # a static cache: generate() would copy it, and lose the note
         pattern = _pattern(rule)
-        shape = batch_size, q_length, kv_length
-        rules = pattern and _rules(pattern, *shape, int(q_offset), kv_offset, attention_mask)
-    if rules:
+        offsets = int(q_offset), kv_offset
+        rules = pattern and _rules(pattern, q_length, kv_length, *offsets, attention_mask)
+    if rules and not mask.is_inference():
         setattr(mask, NOTE, (rules, mask._version))
     return mask
 
@@ -127,7 +132,7 @@ class _Pattern:
 
 
 def _rules(
-    pattern: _Pattern, B: int, L: int, S: int, q_offset: int, kv_offset: int, padding: Tensor | None
+    pattern: _Pattern, L: int, S: int, q_offset: int, kv_offset: int, padding: Tensor | None
 ) -> Rules | None:
     """A pattern in clearhead's words, where row i stands at key i + (S - L); None if there are none
     for it."""
@@ -153,7 +158,8 @@ def _rules(
     elif pattern.chunks is not None:
         size, start = pattern.chunks
         q, k = torch.arange(L) + q_offset, torch.arange(end) + kv_offset
-        documents = tuple((p.to(start.device) - start[:, None]) // size for p in (q, k))
+        q, k = ((p.to(start.device) - start[:, None]) // size for p in (q, k))
+        documents = q, k
     causal = right == 0
     window = None if left is None and (causal or right is None) else (left, right)
     return Rules(causal, window, key_mask, documents, None, None if end == S else end)
@@ -227,7 +233,7 @@ def _factories() -> dict[Any, str]:
     }  # fmt: skip
     found = {}
     for name, (arguments, meaning) in meanings.items():
-        factory = getattr(masking_utils, name, None)
+        factory: Any = getattr(masking_utils, name, None)
         try:
             function = factory if arguments is None else factory(*arguments)
             if torch.equal(function(n[:1], n[:1], q, k).expand(7, 7), meaning.expand(7, 7)):
