@@ -12,6 +12,8 @@ from typing import Any
 
 NAME = "clearhead"
 
+INTERFACE = "ALL_ATTENTION_FUNCTIONS.get_interface("
+
 # Families that use the interface in one part and, in another, add the mask that is made for it to
 # scores of their own: a boolean mask would be taken for numbers.
 MIXED = {
