@@ -89,8 +89,8 @@ def test_every_argument_that_a_family_passes_is_known():
 
 
 def test_families_that_use_the_interface_in_part_are_known():
-    # A class with a softmax of its own that adds the very mask which the interface gets, in a family
-    # that does not serve "sdpa", whose masks are boolean as well.
+    # A class with a softmax of its own that adds the very mask which the interface gets, in a
+    # family that does not serve "sdpa", whose masks are boolean as well.
     own_masks = {"clap", "longt5", "pegasus_x"}  # looked at one by one
     found = set()
     for path in MODELING:
@@ -100,9 +100,9 @@ def test_families_that_use_the_interface_in_part_are_known():
         for part in ast.parse(code).body:
             own = ast.unparse(part)
             adds = any("mask" in line and " + " in line for line in own.splitlines())
-            if isinstance(part, ast.ClassDef) and "softmax(" in own and adds:
-                if "ALL_ATTENTION_FUNCTIONS" not in own:
-                    found.add(path.parent.name)
+            by_itself = "softmax(" in own and "ALL_ATTENTION_FUNCTIONS" not in own
+            if isinstance(part, ast.ClassDef) and by_itself and adds:
+                found.add(path.parent.name)
     assert found == set(families.MIXED) | own_masks
 
 
