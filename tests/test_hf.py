@@ -275,7 +275,7 @@ def test_no_mask_means_the_upper_left_triangle(L, S):
     module.is_causal = True
     query, key, value = torch.randn(2, 4, L, 6), torch.randn(2, 4, S, 6), torch.randn(2, 4, S, 5)
     key[:, :, L:], value[:, :, L:] = (1e30, 1e30) if L > 1 else (key[:, :, L:], value[:, :, L:])
-    ours, weights = hf._attention(module, query, key, value, None, output_attentions=True)
+    ours, weights = hf.interface.attend(module, query, key, value, None, output_attentions=True)
     theirs, _ = sdpa_attention_forward(module, query, key, value, None)
     torch.testing.assert_close(ours, theirs)
     assert ours.shape == (2, L, 4, 5) and ours.is_contiguous() and weights.shape == (2, 4, L, S)

@@ -185,15 +185,15 @@ def test_the_hub_is_asked_only_where_it_answers(monkeypatch):
         asked.append(address)
         raise OSError("no network")
 
-    assert not hf._hub_answers()  # the whole session is offline
-    monkeypatch.setattr(hf.socket, "create_connection", connect)
+    assert not hf.loading._hub_answers()  # the whole session is offline
+    monkeypatch.setattr(hf.loading.socket, "create_connection", connect)
     monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://hub.example:81")
-    monkeypatch.setattr(hf.urllib.request, "getproxies", dict)
-    assert not hf._hub_answers()
+    monkeypatch.setattr(hf.loading.urllib.request, "getproxies", dict)
+    assert not hf.loading._hub_answers()
     assert asked == [("hub.example", 81)]
-    monkeypatch.setattr(hf.urllib.request, "getproxies", lambda: {"https": "proxy"})
-    assert hf._hub_answers()
+    monkeypatch.setattr(hf.loading.urllib.request, "getproxies", lambda: {"https": "proxy"})
+    assert hf.loading._hub_answers()
 
 
 def test_folders_that_hold_no_whole_model(tmp_path):
