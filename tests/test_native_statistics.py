@@ -119,7 +119,11 @@ def test_peaked_rows_keep_their_entropy():
 
 
 def test_of_equal_weights_the_lower_key_comes_first():
-    query, key, value = torch.zeros(1, 2, 60, 8), torch.randn(1, 2, 250, 8), torch.ones(1, 2, 250, 3)
+    query, key, value = (
+        torch.zeros(1, 2, 60, 8),
+        torch.randn(1, 2, 250, 8),
+        torch.ones(1, 2, 250, 3),
+    )
     found = run(query, key, value, wanted=("top_k",), top_k=16)
     same_bits(found.top_keys, torch.arange(16).expand(1, 2, 60, 16))
     found = run(query, key, value, wanted=("top_k",), top_k=2, is_causal=True, window=(0, 0))
@@ -158,7 +162,9 @@ def test_blocked_keys_are_inert_and_nan_stays_in_its_row():
 @pytest.mark.parametrize("wanted", STATISTICS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_asking_changes_nothing_else(wanted, dtype):
-    query, key, value = (torch.randn(1, H, L, 24).to(dtype) for H, L in ((4, 90), (2, 300), (2, 300)))
+    query, key, value = (
+        torch.randn(1, H, L, 24).to(dtype) for H, L in ((4, 90), (2, 300), (2, 300))
+    )
     rules = {"window": (140, 9), "sinks": torch.randn(4)}
     alone = run(query, key, value, **rules)
     with_all = run(query, key, value, **rules, wanted=STATISTICS, top_k=3)
