@@ -26,6 +26,7 @@ int32_t check_sizes(const clearhead_call &c) {
   if (c.H % c.Hkv) return CLEARHEAD_BAD_SIZE;
   if (c.D > CLEARHEAD_MAX_HEAD_SIZE || c.Dv > CLEARHEAD_MAX_HEAD_SIZE)
     return CLEARHEAD_BAD_HEAD_SIZE;
+  if (c.top_k < 0 || c.top_k > CLEARHEAD_MAX_TOP_K) return CLEARHEAD_BAD_SIZE;
   return is_float(c.dtype) ? CLEARHEAD_OK : CLEARHEAD_BAD_DTYPE;
 }
 
@@ -38,6 +39,7 @@ int32_t check_all(const clearhead_call &c) {
   if (c.mask.data && c.mask.dtype != CLEARHEAD_BOOL) return CLEARHEAD_BAD_DTYPE;
   for (const clearhead_dense &added : c.added)
     if (added.data && !is_float(added.dtype)) return CLEARHEAD_BAD_DTYPE;
+  if (c.top_weights && (!c.top_keys || c.top_k < 1)) return CLEARHEAD_BAD_POINTER;
   if (c.left < 0 || c.right < 0 || !isfinite(c.scale) || !isfinite(c.softcap) || c.softcap < 0)
     return CLEARHEAD_BAD_RULE;
   return CLEARHEAD_OK;
@@ -76,6 +78,11 @@ Plan make_plan(const clearhead_call &c, const Kernel &kernel) {
   p.scale = float(c.scale);
   p.exponent = float(p.raw ? c.scale * LOG2E : LOG2E);
 
+  p.statistics = (c.entropy ? ENTROPY : 0) | (c.distance ? DISTANCE : 0) |
+                 (c.first_mass || c.previous_mass || c.self_mass ? MASSES : 0) |
+                 (c.top_weights ? TOP : 0);
+
+  p.statistics_floats = whole_lines(ceil_div(kernel.statistics_bytes, sizeof(float)));
   p.panel_floats = whole_lines(ceil_div(kernel.panel_bytes, sizeof(float)));
   const int64_t tile = BLOCK * rows;
   int64_t at = 0;
@@ -86,14 +93,27 @@ Plan make_plan(const clearhead_call &c, const Kernel &kernel) {
   };
   p.at_q = place(p.group * p.q_floats);
   p.at_out = place(p.group * p.out_floats);
+  p.at_total = place(c.S > SPAN_BLOCKS * BLOCK ? p.group * p.out_floats : 0);
   p.at_panels = place(p.group * p.panel_floats);
+  p.at_statistics = place(p.statistics ? p.group * p.statistics_floats : 0);
   p.at_scores = place(tile);
   p.at_cut = place(p.out_floats);
   p.at_mask = place(c.mask.data ? tile : 0);
   for (int n = 0; n < 2; n++) p.at_added[n] = place(c.added[n].data ? tile : 0);
   p.at_key = place(BLOCK * c.D);
   p.at_value = place(BLOCK * c.Dv);
+  p.at_mass = place(c.key_mass ? p.G * MASS_BLOCKS * BLOCK * kernel.lanes : 0);
   p.worker_floats = at;
+  return p;
+}
+
+// The second pass: its panels hold one query head each, its items are cut by keys.
+Plan make_mass_plan(const Plan &first, const Kernel &kernel) {
+  const clearhead_call &c = *first.call;
+  Plan p = first;
+  p.merged = false;
+  p.panels = p.G * ceil_div(c.L, kernel.rows);
+  p.items = c.B * c.Hkv * ceil_div(c.S, MASS_BLOCKS * BLOCK);
   return p;
 }
 
@@ -103,7 +123,7 @@ int64_t bytes_needed(const clearhead_call &c, const Plan &plan) {
 
 struct Work {
   const Plan &plan;
-  const Kernel &kernel;
+  void (*item)(const Plan &plan, int64_t item, float *workspace);
   float *workspace;
   std::atomic<int64_t> next{0};
 };
@@ -114,8 +134,18 @@ void work(int64_t first, int64_t end, void *context) {
     for (;;) {
       const int64_t item = w.next.fetch_add(1, std::memory_order_relaxed);
       if (item >= w.plan.items) break;
-      w.kernel.item(w.plan, item, w.workspace + worker * w.plan.worker_floats);
+      w.item(w.plan, item, w.workspace + worker * w.plan.worker_floats);
     }
+}
+
+void run_all(const Plan &plan, void (*item)(const Plan &, int64_t, float *), float *workspace) {
+  const clearhead_call &c = *plan.call;
+  Work shared{plan, item, workspace};
+  const int64_t n = workers(c) < plan.items ? workers(c) : plan.items;
+  if (n > 1 && c.parallel_for)
+    c.parallel_for(0, n, 1, work, &shared);
+  else
+    work(0, 1, &shared);
 }
 
 }  // namespace
@@ -149,11 +179,8 @@ int32_t clearhead_forward(const clearhead_call *call) {
   if (call->workspace_bytes < bytes_needed(*call, plan)) return CLEARHEAD_SMALL_WORKSPACE;
 
   const uintptr_t start = reinterpret_cast<uintptr_t>(call->workspace);
-  Work shared{plan, *kernel, reinterpret_cast<float *>((start + 63) / 64 * 64)};
-  const int64_t n = workers(*call) < plan.items ? workers(*call) : plan.items;
-  if (n > 1 && call->parallel_for)
-    call->parallel_for(0, n, 1, work, &shared);
-  else
-    work(0, 1, &shared);
+  float *const workspace = reinterpret_cast<float *>((start + 63) / 64 * 64);
+  run_all(plan, kernel->item, workspace);
+  if (call->key_mass) run_all(make_mass_plan(plan, *kernel), kernel->mass, workspace);
   return CLEARHEAD_OK;
 }

@@ -11,12 +11,17 @@
 namespace clearhead {
 #include "vec_avx512.h"
 #include "microkernel.inl.h"
+#include "state.inl.h"
 #include "panel.inl.h"
 #include "tiles.inl.h"
+#include "statistics.inl.h"
 #include "softmax.inl.h"
+#include "block.inl.h"
 #include "forward.inl.h"
+#include "mass.inl.h"
 
-const Kernel avx512_kernel = {"avx512", ROWS, sizeof(Panel), run};
+const Kernel avx512_kernel = {"avx512", ROWS, VL, sizeof(Panel), sizeof(Statistics), run,
+                                      run_mass};
 }  // namespace clearhead
 #pragma GCC pop_options
 #endif

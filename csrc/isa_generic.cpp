@@ -7,10 +7,15 @@
 namespace clearhead {
 #include "vec_generic.h"
 #include "microkernel.inl.h"
+#include "state.inl.h"
 #include "panel.inl.h"
 #include "tiles.inl.h"
+#include "statistics.inl.h"
 #include "softmax.inl.h"
+#include "block.inl.h"
 #include "forward.inl.h"
+#include "mass.inl.h"
 
-const Kernel generic_kernel = {"generic", ROWS, sizeof(Panel), run};
+const Kernel generic_kernel = {"generic", ROWS, VL, sizeof(Panel), sizeof(Statistics), run,
+                                       run_mass};
 }  // namespace clearhead

@@ -8,7 +8,12 @@
 namespace clearhead {
 
 constexpr int BLOCK = 96;      // keys per block, counted from key 0: what makes a row's bits its own
+constexpr int SPAN_BLOCKS = 16;  // blocks whose sums start afresh, counted from key 0
 constexpr int MAX_PANELS = 8;  // panels of query rows that share a block of keys
+constexpr int MASS_BLOCKS = 4;  // blocks of an item of the second pass, which makes key_mass
+
+// What statistics a pass gathers, beside max_logit: bits of Plan::statistics.
+enum { ENTROPY = 1, DISTANCE = 2, MASSES = 4, TOP = 8 };
 
 // How one call is cut, and where each part of a worker's workspace starts, in floats.
 struct Plan {
@@ -21,16 +26,19 @@ struct Plan {
   int64_t items;        // of the whole call
   bool raw;             // scores stay q . k, and the scale goes into the exponent
   float scale, exponent;  // exp(s - m) = exp2((s - m) * exponent)
-  int64_t q_floats, out_floats, panel_floats;  // of one panel
-  int64_t at_q, at_out, at_panels, at_scores, at_cut, at_mask, at_added[2], at_key, at_value;
+  int statistics;         // bits as above
+  int64_t q_floats, out_floats, panel_floats, statistics_floats;  // of one panel
+  int64_t at_q, at_out, at_total, at_panels, at_statistics, at_scores, at_cut, at_mask, at_added[2], at_key,
+      at_value, at_mass;
   int64_t worker_floats;
 };
 
 struct Kernel {
   const char *name;
-  int rows;  // of a panel
-  int panel_bytes;
+  int rows, lanes;  // of a panel, of a vector
+  int panel_bytes, statistics_bytes;
   void (*item)(const Plan &plan, int64_t item, float *workspace);
+  void (*mass)(const Plan &plan, int64_t item, float *workspace);  // key_mass, when all rows ended
 };
 
 extern const Kernel generic_kernel;

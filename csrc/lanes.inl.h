@@ -1,5 +1,5 @@
 // What every vocabulary shares: vectors of VL lanes as the compiler's own, their conversions from
-// and to the element types, and exp2 and tanh.
+// and to the element types, and exp2, log and tanh.
 //
 // exp2(0) is exactly 1 (else every block of keys would rescale the older ones), 2^-200 is exactly 0
 // and NaN stays NaN.
@@ -27,6 +27,8 @@ struct boolean {
 };
 
 constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+constexpr float EXP2_LEAST = -200;  // from here down exp2 is 0
 
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vi splat(int32_t x) { return x - vi{}; }
@@ -76,6 +78,7 @@ INLINE vf from_float16(vh h);
 INLINE vh to_float16(vf x);
 INLINE vf times_power_of_two(vf p, vf n);
 INLINE vf vmax(vf a, vf b);
+INLINE vf rounded(vf x);
 INLINE vf interleave_low(vf a, vf b);
 INLINE vf interleave_high(vf a, vf b);
 
@@ -126,9 +129,8 @@ INLINE void store_from_float(vf x, T *to, int n) {
 
 // Worst relative error 1.2e-7, of which 2e-9 is the polynomial's (a least-squares fit, reweighted
 // to even the relative error out, on [-1/2, 1/2]).
-INLINE vf exp2(vf x) {
+INLINE vf exp2_from_least(vf x) {
   const vf round = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
-  x = vmax(splat(-200.f), x);
   const vf n = (x + round) - round, f = x - n;
   vf p = f * 0.00015353325579781085f + 0.0013398876180872321f;
   p = p * f + 0.009618437848985195f;
@@ -139,7 +141,21 @@ INLINE vf exp2(vf x) {
   return times_power_of_two(p, n);
 }
 
+INLINE vf exp2(vf x) { return exp2_from_least(vmax(splat(EXP2_LEAST), x)); }
+
 INLINE vf exp(vf x) { return exp2(x * LOG2E); }
+
+// Of a normal number: x = 2^n f with f from sqrt(1/2) to sqrt(2), log f = 2 atanh((f - 1) / (f + 1)).
+// Worst error 1 ulp; log(1) is exactly 0.
+INLINE vf log(vf x) {
+  const vi n = (vi(x) - 0x3f3504f3) >> 23;
+  const vf f = vf(vi(x) - (n << 23)), t = (f - 1.f) / (f + 1.f), z = t * t;
+  vf p = z * (2 / 9.f) + 2 / 7.f;
+  p = p * z + 2 / 5.f;
+  p = p * z + 2 / 3.f;
+  p = p * z + 2.f;
+  return __builtin_convertvector(n, vf) * LN2 + p * t;
+}
 
 // By a polynomial up to 0.625, where 1 - 2 / (exp(2 x) + 1) would lose digits.
 INLINE vf tanh(vf x) {

@@ -11,8 +11,6 @@ namespace {
 
 constexpr int NV = 3;  // vectors of rows in a panel
 constexpr int ROWS = NV * VL;
-// The p of a blocked key: adds nothing, and can be told from a p that has underflowed to 0.
-constexpr int32_t BLOCKED_BITS = INT32_MIN;  // -0.0f
 
 // A block of keys or values as float32 rows.
 struct Rows {
@@ -37,7 +35,7 @@ INLINE void dot(Rows K, const float *q, int D, vf (&s_ij)[KEYS][N]) {
 
 // COLUMNS columns of `weigh`. A block whose keys are cut (see Run) gathers its sum in o piece by
 // piece (whole = false) and is added to the output by `merge`, which makes the same sums.
-template <int COLUMNS, int N, bool CLEAN>
+template <int COLUMNS, int N>
 INLINE void weigh_tile(const float *v_j, int64_t stride, const float *p, int keys, float *o,
                        const float *a, bool whole) {
   vf sum[COLUMNS][N];
@@ -48,10 +46,7 @@ INLINE void weigh_tile(const float *v_j, int64_t stride, const float *p, int key
     UNROLL for (int v = 0; v < N; v++) p_ij[v] = load(p + v * VL);
     UNROLL for (int d = 0; d < COLUMNS; d++) {
       const vf v_jd = splat(v_j[d]);
-      UNROLL for (int v = 0; v < N; v++) {
-        const vf added = sum[d][v] + v_jd * p_ij[v];
-        sum[d][v] = CLEAN ? added : vi(p_ij[v]) == BLOCKED_BITS ? sum[d][v] : added;
-      }
+      UNROLL for (int v = 0; v < N; v++) sum[d][v] += v_jd * p_ij[v];
     }
   }
   UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++) {
@@ -60,19 +55,19 @@ INLINE void weigh_tile(const float *v_j, int64_t stride, const float *p, int key
   }
 }
 
-// CLEAN says that all of V is finite here. If not, 0 * NaN has to be kept out by a selection.
-template <int N, bool CLEAN>
+// All of V is finite here: a p of 0 must add 0.
+template <int N>
 NOINLINE void weigh(Rows V, const float *p, int keys, float *o, const float *a, int Dv,
                     bool whole) {
   int d = 0;
   if (N == 1)
     for (; d + TILE1 <= Dv; d += TILE1)
-      weigh_tile<TILE1, N, CLEAN>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
+      weigh_tile<TILE1, N>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
   for (; d + TILE <= Dv; d += TILE)
-    weigh_tile<TILE, N, CLEAN>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
+    weigh_tile<TILE, N>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
   for (; d + 2 <= Dv; d += 2)
-    weigh_tile<2, N, CLEAN>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
-  if (d < Dv) weigh_tile<1, N, CLEAN>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
+    weigh_tile<2, N>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
+  if (d < Dv) weigh_tile<1, N>(V.at + d, V.stride, p, keys, o + d * ROWS, a, whole);
 }
 
 // o_id = o_id a_i + cut_id: the end of a block that was summed in pieces.

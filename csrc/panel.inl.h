@@ -28,8 +28,7 @@ struct Panel {
   alignas(64) int32_t own[ROWS];
   alignas(64) int32_t doc_low[ROWS], doc_high[ROWS];  // halves of the number of its document
   alignas(64) float slope[ROWS];
-  alignas(64) float m[ROWS], l[ROWS];  // so far
-  alignas(64) float l_lost[ROWS];      // what rounding took from l
+  State state[NV], total[NV];  // of the span so far, of the spans before
   Place place[ROWS];
 };
 
@@ -45,6 +44,11 @@ NOINLINE void place_rows(const Plan &plan, int64_t kv, int64_t number, Panel &P)
     const int64_t g = plan.merged ? row / L : number % G;
     P.place[r] = {int32_t(kv * G + g), int32_t(plan.merged ? row - g * L : row)};
   }
+}
+
+// Where a row stands in m, z and the statistics.
+INLINE int64_t row_number(const Plan &plan, int64_t b, Place row) {
+  return (b * plan.call->H + row.h) * plan.call->L + row.i;
 }
 
 // The keys that each row sees by its position, and per vector those that some and that all see.

@@ -56,11 +56,13 @@ NOINLINE void scores(Rows K, const float *q, int D, const Panel &P, const Run &r
   UNROLL for (int v = 0; v < N; v++) store(m + v * VL, top[v]);
 }
 
+INLINE vf magnitude(vi x) { return __builtin_convertvector(x < 0 ? -x : x, vf); }
+
 // Step 1, what a scale that is not folded, a softcap and ALiBi make of the product.
 INLINE vf shaped(const clearhead_call &c, float scale, float per_cap, vf x, vf slope, vi apart) {
   x *= scale;
   if (c.softcap != 0) x = tanh(x * per_cap) * float(c.softcap);
-  if (c.slopes) x -= slope * __builtin_convertvector(apart < 0 ? -apart : apart, vf);
+  if (c.slopes) x -= slope * magnitude(apart);
   return x;
 }
 
@@ -102,25 +104,33 @@ NOINLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, co
   }
 }
 
-// Steps 3 and 4. base is m, and 0 for a row that has seen nothing. Where the values are not CLEAN a
-// blocked p is told from one that underflowed.
-template <int N, bool CLEAN>
-NOINLINE void exponentials(float *s, int keys, const float *base, float exponent, float *l) {
-  vf m_i[N], l_i[N];
+// Steps 3 and 4, with the sums that statistics want. base is m, and 0 for a row that has seen nothing.
+template <int N, int WANTED>
+NOINLINE void exponentials(float *s, int keys, const float *base, float exponent, const int32_t *own,
+                           int n, Sums &sums, int v0) {
+  float *l = sums.l + v0, *entropy = sums.entropy + v0, *distance = sums.distance + v0;
+  vf m_i[N], l_i[N], e_i[N], d_i[N];
+  vi own_i[N];
   UNROLL for (int v = 0; v < N; v++) {
     m_i[v] = load(base + v * VL);
     l_i[v] = load(l + v * VL);
+    if (WANTED & ENTROPY) e_i[v] = load(entropy + v * VL);
+    if (WANTED & DISTANCE) d_i[v] = load(distance + v * VL), own_i[v] = load(own + v * VL) - n;
   }
   for (int j = 0; j < keys; j++, s += ROWS)
     UNROLL for (int v = 0; v < N; v++) {
-      const vf s_ij = load(s + v * VL);
-      const vf p_ij = exp2((s_ij - m_i[v]) * exponent);
-      store(s + v * VL, CLEAN ? p_ij
-                        : s_ij == -INFINITY ? vf(splat(BLOCKED_BITS))
-                                            : p_ij);
+      const vf log_p = vmax(splat(EXP2_LEAST), (load(s + v * VL) - m_i[v]) * exponent);
+      const vf p_ij = exp2_from_least(log_p);
+      store(s + v * VL, p_ij);
       l_i[v] += p_ij;
+      if (WANTED & ENTROPY) e_i[v] += p_ij * log_p;  // 0 * EXP2_LEAST where blocked
+      if (WANTED & DISTANCE) d_i[v] += p_ij * magnitude(own_i[v] - j);
     }
-  UNROLL for (int v = 0; v < N; v++) store(l + v * VL, l_i[v]);
+  UNROLL for (int v = 0; v < N; v++) {
+    store(l + v * VL, l_i[v]);
+    if (WANTED & ENTROPY) store(entropy + v * VL, e_i[v]);
+    if (WANTED & DISTANCE) store(distance + v * VL, d_i[v]);
+  }
 }
 
 }  // namespace

@@ -88,6 +88,19 @@ NOINLINE bool all_finite(Rows V, int n, int Dv) {
   return last == 0 && !any(found[0] + found[1] + found[2] + found[3] != 0.f);
 }
 
+// A copy with 0 for what is not finite; `to` may be where V stands.
+NOINLINE void copy_finite(Rows V, int n, int Dv, float *to) {
+  for (int j = 0; j < n; j++, to += Dv) {
+    const float *v_j = V.at + j * V.stride;
+    int d = 0;
+    for (; d + VL <= Dv; d += VL) {
+      const vf x = load_as_float(v_j + d);
+      convert(x * 0.f == 0.f ? x : vf{}, to + d);
+    }
+    for (; d < Dv; d++) to[d] = v_j[d] * 0.f == 0.f ? v_j[d] : 0.f;
+  }
+}
+
 // Keys [j0, j1) of VL rows of a dense tensor; at[r] is where key 0 of row r stands.
 template <class T>
 NOINLINE void read_tile(const T *data, const int64_t *at, int64_t stride, int64_t j0, int64_t j1,

@@ -1,0 +1,82 @@
+"""The C interface called field by field, for tests of what it computes."""
+
+import ctypes
+from types import SimpleNamespace
+
+import torch
+
+from clearhead.backends import native
+
+ROWS = ("max_logit", "entropy", "first_mass", "previous_mass", "self_mass", "distance")
+STATISTICS = (*ROWS, "top_k", "key_mass")
+
+
+def run(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    bias=None,
+    *,
+    wanted=(),
+    top_k=0,
+    first_key=None,
+    head_mask=None,
+    cu_q=None,
+    cu_k=None,
+    max_lengths=None,
+    is_causal=False,
+    window=None,
+    key_mask=None,
+    documents=None,
+    scale=None,
+    softcap=None,
+    sinks=None,
+    alibi_slopes=None,
+    threads=None,
+):
+    """out, m, z and the statistics that are wanted, by name; the rules as attention has them."""
+    B, H, L, D = query.shape
+    Hkv, S, Dv = value.shape[1:]
+    found = {"out": torch.full((B, H, L, Dv), 777.0, dtype=query.dtype)}
+    for name in ("m", "z", *(n for n in ROWS if n in wanted)):
+        found[name] = torch.full((B, H, L), 777.0)
+    if "top_k" in wanted:
+        found["top_weights"] = torch.full((B, H, L, top_k), 777.0)
+        found["top_keys"] = torch.full((B, H, L, top_k), 777)
+    if "key_mass" in wanted:
+        found["key_mass"] = torch.full((B, H, S), 777.0)
+    left, right = window or (None, None)
+    right = 0 if is_causal else right
+    doc_q, doc_k = documents if isinstance(documents, tuple) else (documents, documents)
+    is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
+    mask, added = (attn_mask, None) if is_bool else (None, attn_mask)
+    longest = max_lengths or (L, S)
+    batch = B if cu_q is None else len(cu_q) - 1
+    at = native._address
+    floats = [None if t is None else t.float().contiguous()
+              for t in (sinks, alibi_slopes, head_mask)]  # fmt: skip
+    sinks, slopes, head_mask = floats
+    threads = threads or torch.get_num_threads()
+    call = ctypes.create_string_buffer(native._CALL.size)
+    fields = [
+        batch, H, Hkv, *longest, D, Dv, native.DTYPES[query.dtype],
+        *map(at, (query, key, value, found["out"])),
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *found["out"].stride()[:3],
+        at(found["m"]), at(found["z"]), D**-0.5 if scale is None else scale, softcap or 0.0,
+        native.NO_LIMIT if left is None else left, native.NO_LIMIT if right is None else right,
+        *(field for t in (mask, added, bias) for field in native._dense(t, B, H, L, S)),
+        *native._spread(key_mask, B, S), at(doc_q), at(doc_k),
+        *native._spread(doc_q, B, L)[1:], *native._spread(doc_k, B, S)[1:],
+        at(sinks), *native._spread(slopes, B, H), *native._spread(head_mask, B, H),
+        at(cu_q), at(cu_k), *(at(found.get(name)) for name in ROWS),
+        *native._spread(first_key, B, L), at(found.get("top_weights")), at(found.get("top_keys")),
+        top_k, at(found.get("key_mass")), native._library().parallel_for, threads, 0, 0,
+    ]  # fmt: skip
+    native._CALL.pack_into(call, 0, *fields)
+    needed = ctypes.c_int64()
+    native._succeed(native._library().workspace(call, ctypes.byref(needed)))
+    workspace = torch.full((needed.value,), 255, dtype=torch.uint8)  # NaN
+    native._CALL.pack_into(call, 0, *fields[:-2], at(workspace), needed.value)
+    native._succeed(native._library().forward(call))
+    return SimpleNamespace(**found)
