@@ -45,6 +45,8 @@ extern const Kernel generic_kernel;
 #if defined(__x86_64__)
 extern const Kernel avx2_kernel;
 extern const Kernel avx512_kernel;
+#elif defined(__aarch64__)
+extern const Kernel neon_kernel;
 #endif
 
 // The kernel in use, or NULL and why not.

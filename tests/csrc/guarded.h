@@ -66,14 +66,20 @@ inline float from_bfloat16(uint16_t h) {
   memcpy(&x, &bits, 4);
   return x;
 }
+#if defined(__aarch64__)
+typedef __fp16 half;  // g++ 12 has no _Float16 there
+#else
+typedef _Float16 half;
+#endif
+
 inline uint16_t to_float16(float x) {
-  const _Float16 h = _Float16(x);
+  const half h = half(x);
   uint16_t bits;
   memcpy(&bits, &h, 2);
   return bits;
 }
 inline float from_float16(uint16_t bits) {
-  _Float16 h;
+  half h;
   memcpy(&h, &bits, 2);
   return float(h);
 }
