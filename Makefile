@@ -10,11 +10,12 @@ export SENTENCE
 PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help see walkthrough test check imports clean
+.PHONY: help see walkthrough bench test check imports clean
 
 help:
 	@echo "make see          what the heads of a real model look at; SENTENCE='...' for another text"
 	@echo "make walkthrough  multi-head attention by hand, every matrix of it"
+	@echo "make bench        how much faster it is here than what else there is; WORDS=decode for some cases"
 	@echo "make test         run the tests and the examples in the docstrings"
 	@echo "make check        formatting, lint, types and import rules"
 	@echo "make clean        remove what these targets made"
@@ -25,6 +26,9 @@ see: $(VENV)/models
 
 walkthrough: $(VENV)/package
 	$(VENV)/bin/clearhead walkthrough
+
+bench: $(VENV)/package
+	$(VENV)/bin/clearhead bench $(WORDS)
 
 test: $(VENV)/dev $(VENV)/models
 	$(VENV)/bin/python -m pytest -n $(WORKERS)

@@ -55,6 +55,8 @@ const Entry entries[] = {
 #if defined(__x86_64__)
     {&avx512_kernel, has_avx512},
     {&avx2_kernel, has_avx2},
+#elif defined(__aarch64__)
+    {&neon_kernel, always},  // every AArch64 processor has it
 #endif
     {&generic_kernel, always},
 };

@@ -26,7 +26,7 @@ INLINE void read_rows(const Plan &plan, int64_t b, const Panel &P, float *m, flo
     const int64_t at = row_number(plan, b, P.place[r]);
     const float z_i = plan.call->z[at];
     const bool counts = r < P.rows && z_i != 0;
-    m[r] = counts ? plan.call->m[at] : 0;
+    m[r] = counts ? plan.call->m[at] : INFINITY;  // not 0: exp(s) may be infinite, and times 0 NaN
     factor[r] = counts ? 1 / z_i : 0;
   }
 }

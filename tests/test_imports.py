@@ -80,6 +80,11 @@ RULES = {
     "testing": Rule(ours=("testing", "functional", *GROUND)),
     "testing.statistics": Rule(ours=("testing", *GROUND)),
     "testing.*": Rule(ours=("functional", *GROUND)),
+    "benchmarks": Rule(),
+    "benchmarks.*": Rule(
+        ours=("benchmarks", "testing", "module", "explanation", "functional", *GROUND),
+        theirs=("torch", "x_transformers", "matplotlib"),
+    ),
     "cli": Rule(ours=(ANYTHING,), theirs=(ANYTHING,)),
 }
 # A name that is made while running can be read by nobody; only the chooser of backends may use one.
@@ -216,6 +221,8 @@ PLANTS = {
     "nobody but testing plants bugs": ("functional", "from . import planted"),
     "nobody imports hf": ("inspection.watch", "import clearhead.hf as hf"),
     "nobody but hf knows a certain model": ("inspection.watch", "from .. import smollm"),
+    "nobody but cli imports benchmarks": ("functional", "from .benchmarks import run"),
+    "benchmarks know no backend": ("benchmarks.run", "from ..backends import native"),
     "nobody imports parallel": ("module", "from . import parallel"),
     "nobody imports the public names": ("hf", "from clearhead import attention"),
     "transformers belongs to hf": ("inspection.watch", "import transformers"),

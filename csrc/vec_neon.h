@@ -1,0 +1,34 @@
+// The vocabulary of NEON on AArch64: four lanes, thirty-two registers.
+//
+// Held to the tests of tests/csrc under an emulator (qemu 7.2, 2026-11); its speed is not measured.
+#pragma once
+
+constexpr int VL = 4;
+constexpr int TILE = 8;    // 8 x 3 sums + 3 rows + 1 broadcast = 28 registers
+constexpr int TILE1 = 16;  // 16 sums + 1 + 1
+
+#include "lanes.inl.h"
+
+namespace {
+
+// vmaxq_f32 would give NaN where either is NaN; wanted is b.
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+
+INLINE vf times_power_of_two(vf p, vf n) {
+  const vi whole = vi(vcvtq_s32_f32(float32x4_t(n))), half = whole >> 1;
+  return p * vf((half + 127) << 23) * vf((whole - half + 127) << 23);
+}
+
+// x, which the compiler may not fuse with what it is added to.
+INLINE vf rounded(vf x) {
+  __asm__("" : "+w"(x));
+  return x;
+}
+
+INLINE vf interleave_low(vf a, vf b) { return vf(vzip1q_f32(float32x4_t(a), float32x4_t(b))); }
+INLINE vf interleave_high(vf a, vf b) { return vf(vzip2q_f32(float32x4_t(a), float32x4_t(b))); }
+
+INLINE vf from_float16(vh h) { return vf(vcvt_f32_f16(vreinterpret_f16_u16(uint16x4_t(h)))); }
+INLINE vh to_float16(vf x) { return vh(vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(x)))); }
+
+}  // namespace

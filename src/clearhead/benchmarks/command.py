@@ -1,0 +1,117 @@
+"""What `clearhead bench` does with its options."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import peers, report, run
+from .shapes import CASES, GROWTH, KINDS, Case
+
+
+class Results(NamedTuple):
+    """What a terminal shows: what it was measured on, the tables as `show_results` takes them, and
+    the lines of the comparison."""
+
+    about: str
+    tables: list[tuple[str, list[str], list[tuple[str, str, list[float | None], str, str]]]]
+    changes: list[str]
+
+
+def bench(
+    words: Sequence[str],
+    *,
+    threads: str = "",
+    dtypes: str = "float32,bfloat16",
+    names: str = "",
+    seconds: float = 2.0,
+    growth: bool = False,
+    json_path: str | None = None,
+    markdown_path: str | None = None,
+    png_path: str | None = None,
+    compare_path: str | None = None,
+    on_start: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Results:
+    """Measure, and write the files that were asked for.
+
+    Args:
+        words: only cases whose name or kind holds one of these; all without.
+        threads, dtypes, names: lists apart by commas; names are peers, or "all".
+
+    Raises:
+        ValueError: a word, number, dtype, peer or file that does not fit. All that can be known
+        before the first case runs is checked before.
+    """
+    counts = _threads(threads)
+    kinds = _among("--dtypes", dtypes, tuple(run.DTYPES))
+    chosen = peers.ALL if names == "all" else _among("--peers", names, peers.ALL) or peers.DEFAULT
+    if not 0 < seconds <= 600:
+        raise ValueError(f"--seconds is {seconds}; it must be above 0 and at most 600")
+    cases = select(words, growth)
+    old = None
+    if compare_path is not None:
+        try:
+            old = run.from_plain(json.loads(Path(compare_path).read_text(encoding="utf-8")))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"--compare {compare_path} cannot be read: {error}") from None
+    for path in (json_path, markdown_path, png_path):
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise ValueError(f"{path} is in a folder that does not exist; make it first")
+    if png_path is not None:
+        import matplotlib  # noqa: F401  a missing one is told before minutes of work
+
+    about = run.machine()
+    rows = []
+    for row in run.measure(
+        cases, dtypes=kinds, threads=counts, names=chosen, seconds=seconds, on_start=on_start
+    ):
+        rows.append(row)
+        if json_path is not None:  # after each row: an interrupted run leaves what it has
+            text = json.dumps(run.to_plain(rows, about), indent=1)
+            Path(json_path).write_text(text + "\n", encoding="utf-8")
+    if markdown_path is not None:
+        Path(markdown_path).write_text(report.markdown(rows, about), encoding="utf-8")
+    if png_path is not None:
+        from .chart import draw
+
+        draw(rows, about, png_path)
+    changes = [] if old is None else report.compare(rows, old).splitlines()
+    return Results(report.heading(about), report.tables(rows), changes)
+
+
+def listing(words: Sequence[str]) -> list[str]:
+    """One line for each case that the words choose, those of --growth too."""
+    cases = select(words, growth=True)
+    return [f"{case.kind:16} {case.name:36} {case.shape}" for case in cases]
+
+
+def select(words: Sequence[str], growth: bool) -> list[Case]:
+    """The cases whose name or kind holds one of the words; raises ValueError if there is none."""
+    cases = [*CASES, *(GROWTH if growth or set(words) & {"lengths", "heads"} else ())]
+    found = [c for c in cases if not words or any(w == c.kind or w in c.name for w in words)]
+    if not found:
+        raise ValueError(
+            f"no case is named like {' or '.join(words)}; --list shows them, and their kinds are "
+            f"{', '.join(KINDS)}"
+        )
+    return found
+
+
+def _threads(text: str) -> list[int]:
+    everything = torch.get_num_threads()
+    counts = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if part != "all" and (not part.isdecimal() or not 1 <= int(part) <= 1024):
+            raise ValueError(f"--threads is {text!r}; it must be whole numbers or all, as in 1,all")
+        counts.append(everything if part == "all" else int(part))
+    return list(dict.fromkeys(counts)) or [everything]
+
+
+def _among(option: str, text: str, known: Sequence[str]) -> list[str]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts:
+        if part not in known:
+            raise ValueError(f"{option} names {part!r}; it must be of {', '.join(known)}")
+    return parts

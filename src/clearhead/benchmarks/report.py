@@ -1,0 +1,111 @@
+"""The rows as a Markdown table, and two files of results beside each other."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .run import Row
+
+TITLES = {
+    "sdpa": "F.sdpa",
+    "flex": "flex, compiled",
+    "eager": "eager with weights",
+    "x-transformers": "x-transformers",
+    "without": "ours without asking",
+    "nn.MultiheadAttention": "nn.MHA",
+    "series": "heads in series",
+    "stitched": "stitched, textbook",
+}
+
+
+def heading(about: dict[str, Any]) -> str:
+    """What the figures were measured on, in a line."""
+    return f"{about['processor']}; {about['native']}; torch {about['torch']}; {about['date']}."
+
+
+def tables(
+    rows: Sequence[Row],
+) -> list[tuple[str, list[str], list[tuple[str, str, list[float | None], str, str]]]]:
+    """For a terminal: title, names of peers, and rows, for each dtype and number of threads and
+    for calls and layers apart, since these have other peers."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        what = "layers" if row.case.is_layer else "calls"
+        threads = f"{row.threads} thread{'s' * (row.threads != 1)}"
+        groups.setdefault(f"{what}, {row.dtype}, {threads}", []).append(row)
+    found = []
+    for title, part in groups.items():
+        names = [name for name in TITLES if any(name in row.ratios for row in part)]
+        lines = []
+        for row in part:
+            ratios = [row.ratios[n].median if n in row.ratios else None for n in names]
+            case, shape, *_, share, mb = cells(row, ())
+            lines.append((case, shape, ratios, share, mb))
+        found.append((title, [TITLES[name] for name in names], lines))
+    return found
+
+
+def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
+    """A heading, what it was measured on, and one table for each number of threads."""
+    lines = [
+        heading(about),
+        "Figures are a peer's time / ours, median (quartiles) of alternating runs: above 1 ours is",
+        "faster. Share: of torch's own matrix product in that dtype, or, with m, of its fastest",
+        "reading of memory. MB: peak over the inputs.",
+    ]
+    for threads in dict.fromkeys(row.threads for row in rows):
+        part = [row for row in rows if row.threads == threads]
+        lines += ["", f"### {threads} thread{'s' * (threads != 1)}", "", *table(part)]
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The lines of one table, with a column for each peer that has a figure in it."""
+    names = [name for name in TITLES if any(name in row.ratios for row in rows)]
+    head = ["case", "B x H x L x D", "dtype", *(TITLES[n] for n in names), "share", "MB"]
+    return [_line(head), _line(["---"] * len(head)), *(_line(cells(row, names)) for row in rows)]
+
+
+def cells(row: Row, names: Sequence[str]) -> list[str]:
+    """What a table says of one row."""
+    case = row.case
+    rule = "causal" if case.causal else "full"
+    ratios = (row.ratios.get(name) for name in names)
+    mb = row.mb.get("clearhead")
+    return [
+        f"{case.name} ({case.kind}, {rule})",
+        case.shape,
+        row.dtype,
+        *(f"{r.median:.2f} ({r.low:.2f} to {r.high:.2f})" if r else "" for r in ratios),
+        f"{row.share:.0%}{' m' * (row.bound == 'memory')}",
+        "" if mb is None else f"{mb:.0f}",
+    ]
+
+
+def _line(parts: Sequence[str]) -> str:
+    return f"| {' | '.join(parts)} |"
+
+
+def compare(rows: Sequence[Row], old: Sequence[Row]) -> str:
+    """Rows that both have, by how much the ratio to the first common peer changed.
+
+    The peers are the yardstick: they ran beside ours both times, so the machine's mood cancels.
+    """
+    before = {row.key: row for row in old}
+    found = []
+    for row in rows:
+        past = before.get(row.key)
+        name = next((n for n in row.ratios if past and n in past.ratios), None)
+        if past is None or name is None:
+            continue
+        then, now = past.ratios[name], row.ratios[name]
+        change = now.median / then.median if then.median else math.nan
+        apart = now.low > then.high or now.high < then.low
+        found.append(
+            _line([row.key, TITLES[name], f"{then.median:.2f}", f"{now.median:.2f}",
+                   f"{change - 1:+.0%}{'' if apart else ' (within the spread)'}"])
+        )  # fmt: skip
+    if not found:
+        return "No case stands in both.\n"
+    head = ["case", "beside", "then", "now", "change"]
+    return "\n".join([_line(head), _line(["---"] * len(head)), *found]) + "\n"
