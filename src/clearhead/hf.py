@@ -33,9 +33,10 @@ NAME = "clearhead"
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
 OnLayer = Callable[[int, Tensor], None]  # (layer from 0, weights (H, L, S))
+OnInputs = Callable[[int, Tensor, Tensor, Tensor, float | None], None] | None  # q, k, v, scale
 
 # Whoever listens gets each call's weights at once, so that no layer waits in memory for the next.
-_listener: ContextVar[Callable[[Tensor], None] | None] = ContextVar("_listener", default=None)
+_listener: ContextVar[Callable[..., None] | None] = ContextVar("_listener", default=None)
 
 
 def register() -> None:
@@ -102,7 +103,7 @@ def _attention(
         return_aux=AuxRequest(weights=wanted or listener is not None),
     )
     if listener is not None and aux.weights is not None:
-        listener(aux.weights)
+        listener(aux.weights, query[0], key[0], value[0], scaling)
     return out.transpose(1, 2).contiguous(), aux.weights if wanted else None
 
 
@@ -334,19 +335,18 @@ def _context(model: Any, tokenizer: Any) -> int | None:
     return limit if limit and limit < 10**9 else None  # a huge number stands for none
 
 
-def attentions(model: Any, tokens: Tokens, on_layer: OnLayer) -> str:
+def attentions(model: Any, tokens: Tokens, on_layer: OnLayer, on_inputs: OnInputs = None) -> str:
     """Run a model once on a text and hand over each layer's attention weights.
 
     Args:
         model: as load() returns it, or any other transformers model.
         tokens: of this model's tokenizer.
-        on_layer: called as on_layer(layer, weights) with layer = 0, 1, ... in the order in which
-            the model computes them, weights (H, L, L) float32, each row a query. Nothing keeps
-            them afterwards.
+        on_layer: called as on_layer(layer from 0, weights (H, L, L) float32, a row for each query).
+        on_inputs: called before it, by the attention interface only; positions are applied.
 
     Returns:
-        What computed the attention: "clearhead", through transformers' attention interface, or
-        "eager", the model's own code with output_attentions=True, where a family does not use it.
+        What computed the attention: "clearhead", through transformers' interface, or "eager", the
+        model's own code with output_attentions=True, where a family does not use it.
 
     Raises:
         ValueError: the model does not read text, or gives no weights, or none of shape (H, L, L).
@@ -356,13 +356,15 @@ def attentions(model: Any, tokens: Tokens, on_layer: OnLayer) -> str:
         raise ValueError(f"the model reads {body.main_input_name}, not text; give one that does")
     L, layers = len(tokens.texts), 0
 
-    def hand_over(weights: Tensor) -> None:
+    def hand_over(weights: Tensor, *inputs: Any) -> None:
         nonlocal layers
         if weights.shape[-2:] != (L, L):
             raise ValueError(
                 f"layer {layers} of {type(body).__name__} gives weights of shape "
                 f"{tuple(weights.shape)} for {L} tokens; only (1, H, {L}, {L}) can be read"
             )
+        if inputs and on_inputs:
+            on_inputs(layers, *inputs)
         on_layer(layers, weights[0].float())
         layers += 1
 
