@@ -90,6 +90,19 @@ def see(
     head: Annotated[
         int | None, typer.Option(help="And of this head of it only.", show_default="all")
     ] = None,
+    html: Annotated[
+        str | None, typer.Option(help="Write a page of all heads to this file instead.")
+    ] = None,
+    full: Annotated[
+        str | None,
+        typer.Option(
+            help="What the page keeps of a long text: maps or qk (queries and keys).",
+            show_default="the strongest links",
+        ),
+    ] = None,
+    png: Annotated[
+        str | None, typer.Option(help="Draw all heads into this .png, .pdf or .svg instead.")
+    ] = None,
 ) -> None:
     """What the heads of a real model look at in a text: the strongest links, a map of all heads."""
     from clearhead.view.links import TITLES, show_links, show_map, show_outstanding
@@ -105,10 +118,13 @@ def see(
     _within("--top", top, 1, 1000)
     _within("--layer", layer or 0, 0, 10**6)
     _within("--head", head or 0, 0, 10**6)
+    if full is not None and (full not in ("maps", "qk") or html is None):
+        raise ValueError(f"--full is {full}; it must be maps or qk, and goes with --html")
 
     with _progress("loading") as progress:
         from clearhead import hf
         from clearhead.inspection.links import Look
+        from clearhead.inspection.report import Report
 
         network, tokenizer = hf.load(
             model, lambda done, total: progress("converting the model, once", done, total)
@@ -116,12 +132,18 @@ def see(
         tokens = hf.tokenize(network, tokenizer, text)
         look = Look(text, tokens.offsets, tokens.special, stat, layer, head)
         layers = getattr(network.config.get_text_config(), "num_hidden_layers", None)
+        report = None
+        if html or png:
+            shape = network.config.get_text_config().num_attention_heads, layers or 1
+            report = Report(text, tokens.offsets, tokens.special, tokens.texts, shape, full)
 
         def on_layer(number: int, weights: Any) -> None:
+            if report:
+                report.add(number, weights)
             look.add(number, weights)
             progress("reading", number + 1, layers)
 
-        ran = hf.attentions(network, tokens, on_layer)
+        ran = hf.attentions(network, tokens, on_layer, report.take if report else None)
     if layer is not None:
         _within("--layer", layer, 0, len(look.heads) - 1)
 
@@ -136,6 +158,12 @@ def see(
         summary += f"; links of layer {layer}" + ("" if head is None else f", head {head}")
     console = make_console()
     print_wrapped(console, summary, indent=0)
+    if report:
+        for line in report.write(
+            name, summary, html, png, None if layer is None else (layer, head)
+        ):
+            print_wrapped(console, line, indent=0)
+        return
     console.print()
     if len(tokens.texts) == 1:
         print_wrapped(console, "A text of one token has nothing to look at but itself.", indent=0)
@@ -184,6 +212,9 @@ def walkthrough(
     ] = None,
     seed: Annotated[int, typer.Option(help="What the random numbers are drawn from.")] = 0,
     precision: Annotated[int, typer.Option(help="Digits behind the decimal point.")] = 2,
+    html: Annotated[
+        str | None, typer.Option(help="Write a page with these steps to this file instead.")
+    ] = None,
 ) -> None:
     """Multi-head attention by hand: every matrix of a small example, and the line that makes it."""
     words = text.split()
@@ -206,8 +237,12 @@ def walkthrough(
         show_step,
     )
 
-    *path, plain, difference = worked_example(words, heads, head_dim, input_dim, seed)
+    steps = worked_example(words, heads, head_dim, input_dim, seed)
     console = make_console()
+    if html is not None:
+        print_wrapped(console, steps.write(html), indent=0)
+        return
+    *path, plain, difference = steps
     sizes = f"words {len(words)}, heads {heads} of size {head_dim}, vectors of size"
     print_wrapped(console, f"{sizes} {path[0].shape[1]}, random numbers of seed {seed}", indent=0)
     console.print()

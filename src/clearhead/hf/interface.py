@@ -44,7 +44,7 @@ REFUSED = {
 }
 
 # Whoever listens gets each call's weights at once, so that no layer waits in memory for the next.
-_listener: ContextVar[Callable[[Tensor], None] | None] = ContextVar("_listener", default=None)
+_listener: ContextVar[Callable[..., None] | None] = ContextVar("_listener", default=None)
 
 
 def register() -> None:
@@ -79,8 +79,9 @@ def use(model: Any) -> Any:
 
 
 @contextmanager
-def listening(listener: Callable[[Tensor], None]) -> Iterator[None]:
-    """While it lasts, every call hands its weights (B, H, L, S) to the listener."""
+def listening(listener: Callable[..., None]) -> Iterator[None]:
+    """While it lasts, every call hands its weights (B, H, L, S), the query, key and value of its
+    first batch item, positions applied, and its scale to the listener."""
     token = _listener.set(listener)
     try:
         yield
@@ -165,7 +166,7 @@ def attend(
     if weights is not None:
         weights = F.pad(weights, (0, S - weights.shape[-1]))
         if listener is not None:
-            listener(weights)
+            listener(weights, query[0], key[0], value[0], scaling)
     out = out.transpose(1, 2).contiguous()
     return out, weights.to(query.dtype) if weights is not None and wanted else None
 

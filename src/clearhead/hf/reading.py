@@ -13,6 +13,7 @@ from .interface import listening, register
 from .loading import quiet, reader
 
 OnLayer = Callable[[int, Tensor], None]  # (layer from 0, weights (H, L, S))
+OnInputs = Callable[[int, Tensor, Tensor, Tensor, float | None], None] | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _context(model: Any, tokenizer: Any) -> int | None:
     return limit if limit and limit < 10**9 else None  # a huge number stands for none
 
 
-def attentions(model: Any, tokens: Tokens, on_layer: OnLayer) -> str:
+def attentions(model: Any, tokens: Tokens, on_layer: OnLayer, on_inputs: OnInputs = None) -> str:
     """Run a model once on a text and hand over each layer's attention weights.
 
     Args:
@@ -90,6 +91,8 @@ def attentions(model: Any, tokens: Tokens, on_layer: OnLayer) -> str:
         on_layer: called as on_layer(layer, weights) with layer = 0, 1, ... in the order in which
             the model computes them, weights (H, L, L) float32, each row a query. Nothing keeps
             them afterwards.
+        on_inputs: called before it as on_inputs(layer, query (H, L, D), key (Hkv, L, D), value
+            (Hkv, L, Dv), scale), positions applied; by the attention interface only.
 
     Returns:
         What computed the attention: "clearhead", through transformers' attention interface, or
@@ -103,13 +106,15 @@ def attentions(model: Any, tokens: Tokens, on_layer: OnLayer) -> str:
         raise ValueError(f"the model reads {body.main_input_name}, not text; give one that does")
     L, layers = len(tokens.texts), 0
 
-    def hand_over(weights: Tensor) -> None:
+    def hand_over(weights: Tensor, *inputs: Any) -> None:
         nonlocal layers
         if weights.shape[-2:] != (L, L):
             raise ValueError(
                 f"layer {layers} of {type(body).__name__} gives weights of shape "
                 f"{tuple(weights.shape)} for {L} tokens; only (1, H, {L}, {L}) can be read"
             )
+        if inputs and on_inputs is not None:
+            on_inputs(layers, *inputs)
         on_layer(layers, weights[0].float())
         layers += 1
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..module import MultiHeadAttention
 from ..textbook import MultiHeadAttentionWrapper
+from .steps import Steps, parameters_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ def trace(
     module: MultiHeadAttention | MultiHeadAttentionWrapper,
     x: Tensor,
     tokens: Sequence[str] | None = None,
-) -> list[Step]:
+) -> Steps:
     """Compute one attention call step by step, with the module's own weights.
 
         x -> queries, keys, values -> split into heads: q, k, v -> scores -> masked -> weights
@@ -90,8 +91,8 @@ def trace(
         tokens: L words to label rows and columns with; "1", "2", ... where None.
 
     Returns:
-        The steps in order, each computed from the one before it. The values of the last one are
-        what module(x) returns, (L, H*D).
+        The steps in order, each computed from the one before it: a list, whose to_html() makes a
+        page of them. The values of the last one are what module(x) returns, (L, H*D).
 
     Raises:
         ValueError: x is not (L, E) with L at least 1, or tokens are not L words.
@@ -113,7 +114,7 @@ def trace(
         else:
             recorder.names["wrapper"] = module
             _plain(recorder)
-    return recorder.steps
+    return Steps(recorder.steps, parameters_of(module))
 
 
 def worked_example(
@@ -122,7 +123,7 @@ def worked_example(
     head_dim: int = 3,
     input_dim: int | None = None,
     seed: int = 0,
-) -> list[Step]:
+) -> Steps:
     """Run the plain and the efficient module, holding the same random weights, on some words.
 
     Equal words get equal vectors. The global random state is left as it was.
@@ -189,6 +190,19 @@ def worked_example(
             "Largest difference",
             "Sums taken in another order round differently; nothing else may differ.",
         )
+    return Steps(recorder.steps, parameters_of(recorder.names["module"]))
+
+
+def heads_at_work(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[str]) -> list[Step]:
+    """The steps from given queries, keys and values (H, L, D) to context, causally.
+
+    >>> [step.name for step in heads_at_work(*torch.randn(3, 2, 5, 4), "abcde")]
+    ['q', 'k', 'v', 'scores', 'masked', 'weights', 'context']
+    """
+    recorder = _Recorder(tokens, of_model={"q": q, "k": k, "v": v}, head_dim=q.shape[-1])
+    for name, (title, explanation) in {"q": QUERIES, "k": KEYS, "v": VALUES}.items():
+        recorder.step(PER_TOKEN, f'{name} = of_model["{name}"]', title, explanation)
+    _attend(recorder, q.shape[-1])
     return recorder.steps
 
 
