@@ -300,5 +300,7 @@ def test_a_family_equals_its_eager_attention(name, registered, true_double):
         # Eager itself is near the truth, or the budget would be worth nothing.
         assert (b - c).abs().max() < 1e-4 * max(1.0, c.abs().max())
         if kind != "weights" or name not in WEIGHTS_WITHOUT_SINKS:
-            # All carry the rounding of several layers, as a gradient does.
-            assert_within_budget(a, c, b, "gradient", name=f"{name}: {kind}")
+            # All carry the rounding of several layers, as a gradient does. Gradients go through
+            # torch's own kernels besides: 3.6 was measured (granite, one thread).
+            budget = "gradient by torch" if kind == "gradient" else "gradient"
+            assert_within_budget(a, c, b, budget, name=f"{name}: {kind}")
