@@ -60,14 +60,14 @@ class Problem:
             self.L, self.S, self.left, self.right, self.key_mask, self.doc_q, self.doc_k, self.mask
         )
 
-    @functools.cached_property
+    @property
     def first_key(self) -> Tensor | None:
         """The first key of each row's sequence, (B, L) int64: the first that key_mask allows and
         that is of the row's own document. None where it is key 0 for all."""
         first = self.visibility.first_key()
         return None if first is None else first.expand(self.B, self.L)
 
-    @functools.cached_property
+    @property
     def padded_rows(self) -> Tensor | None:
         """The rows whose own key key_mask forbids, (B or 1, L) bool, or None: in self-attention,
         L == S, and in causal calls, where keys may be cached. (A row of any other call has its own
@@ -147,6 +147,13 @@ class Problem:
             part = keys if allowed is None else keys & allowed
             sees.append(part.any(-1).expand(self.B, self.H, rows))
         return query | torch.cat(sees, -1)
+
+    def detached(self) -> "Problem":
+        """The same call, through which no gradient flows."""
+        names = ("query", "key", "value", "float_mask", "bias", "sinks", "alibi_slopes")
+        tensors = {name: getattr(self, name) for name in names}
+        cut_off = {name: t.detach() for name, t in tensors.items() if t is not None}
+        return dataclasses.replace(self, **cut_off)
 
     def tamed(self) -> "Problem":
         """The same call with 0 in place of every wild number."""

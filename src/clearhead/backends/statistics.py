@@ -30,13 +30,13 @@ LOG_ZERO = -1000.0
 
 def statistics(problem: Problem, offered: Sequence[str] = STATISTICS) -> Aux:
     """What problem.aux asks for of what is offered; nothing of it carries gradients."""
-    p = problem
-    names = [name for name in p.aux.asked if name in offered]
+    names = [name for name in problem.aux.asked if name in offered]
     if not names:
         return Aux()
-    query, key, _, *others = (None if t is None else t.detach() for t in p.differentiable)
+    p = problem.detached()
+    added = (p.float_mask, p.bias, p.sinks, p.alibi_slopes)
     rules = (p.mask, p.key_mask, p.doc_q, p.doc_k, p.left, p.right, p.scale, p.softcap)
-    return _named(names, measure(query, key, *others, *rules, ",".join(names), p.aux.top_k))
+    return _named(names, measure(p.query, p.key, *added, *rules, ",".join(names), p.aux.top_k))
 
 
 def dense_statistics(problem: Problem) -> Aux:
@@ -171,7 +171,7 @@ def _of_weights(
     own = torch.arange(i0, i1, device=p.device)[:, None] + (p.S - p.L)
     found: dict[str, Tensor] = {}
     if "entropy" in names:
-        found["entropy"] = 0 - w_ij.log().clamp_(min=LOG_ZERO).mul_(w_ij).sum(-1)
+        found["entropy"] = 0 - (w_ij * w_ij.log().clamp(min=LOG_ZERO)).sum(-1)
     if "distance" in names:
         found["distance"] = (w_ij * p.distance(i0, i1, j0, j1)).sum(-1)
     if "key_mass" in names:
