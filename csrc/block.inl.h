@@ -20,6 +20,7 @@ struct Item {
 
   float *q(int n) const { return workspace + plan.at_q + n * plan.q_floats; }
   float *out(int n) const { return workspace + plan.at_out + n * plan.out_floats; }
+  float *total(int n) const { return workspace + plan.at_total + n * plan.out_floats; }
   Panel &panel(int n) const {
     return *reinterpret_cast<Panel *>(workspace + plan.at_panels + n * plan.panel_floats);
   }

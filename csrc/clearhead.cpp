@@ -93,6 +93,7 @@ Plan make_plan(const clearhead_call &c, const Kernel &kernel) {
   };
   p.at_q = place(p.group * p.q_floats);
   p.at_out = place(p.group * p.out_floats);
+  p.at_total = place(c.S > SPAN_BLOCKS * BLOCK ? p.group * p.out_floats : 0);
   p.at_panels = place(p.group * p.panel_floats);
   p.at_statistics = place(p.statistics ? p.group * p.statistics_floats : 0);
   p.at_scores = place(tile);

@@ -7,10 +7,11 @@
 //         1, 2   scores and their maximum       (softmax.inl.h)
 //         3, 4   weights and their sum
 //         5      o_i = o_i exp(m_old - m_i) + sum_j p_ij v_j     (microkernel.inl.h)
+//       after each SPAN_BLOCKS blocks, counted from key 0: the sums join those of the spans before
 //     6   out_i = o_i / l_i, with the sink of the head joined in
 //
 // A row's bits depend on its own keys only. Lanes do not mix; sums run over the keys of a block in
-// their order, and over blocks in theirs; a block in which a row sees nothing multiplies its sums by
+// their order, over the blocks of a span and over spans in theirs; a block in which a row sees nothing multiplies its sums by
 // exp2(0) = 1 and adds 0.
 
 namespace {
@@ -32,9 +33,7 @@ void start_panel(const Item &item, int64_t number, int n) {
                at.h * c.query_strides[1] + at.i * c.query_strides[2];
     }
     pack_rows(row, item.q(n) + v * VL, int(c.D));
-    store(P.m + v * VL, splat(-INFINITY));
-    store(P.l + v * VL, vf{});
-    store(P.l_lost + v * VL, vf{});
+    P.state[v] = P.total[v] = NOTHING;
   }
 }
 
@@ -70,18 +69,17 @@ void see_block(const Item &item, Block &block, int n) {
   if (!block.loaded) load_keys<T>(item, block), load_values<T>(item, block);
   block.loaded = true;
 
-  alignas(64) float m[ROWS], base[ROWS], shift[ROWS], a[ROWS];
+  alignas(64) float m[ROWS], base[ROWS], a[ROWS];
+  Move old[NV];
   Sums sums;
-  for (int v = 0; v < P.vectors; v++) store(m + v * VL, load(P.m + v * VL));
+  for (int v = 0; v < P.vectors; v++) store(m + v * VL, P.state[v].m);
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
     score_run(item, P, block, sight.data, *run, item.q(n), m);
   for (int v = 0; v < P.vectors; v++) {
-    const vf m_i = load(m + v * VL), base_i = m_i == -INFINITY ? vf{} : m_i;
-    const vf shift_i = vmax(splat(EXP2_LEAST), (load(P.m + v * VL) - base_i) * item.plan.exponent);
+    const vf base_i = base_of(load(m + v * VL));
+    old[v] = move(P.state[v].m, base_i, item.plan.exponent);
     store(base + v * VL, base_i);
-    store(shift + v * VL, shift_i);
-    store(a + v * VL, exp2(shift_i));
-    store(P.m + v * VL, m_i);
+    store(a + v * VL, old[v].a);
     store(sums.l + v * VL, vf{});
     store(sums.entropy + v * VL, vf{});
     store(sums.distance + v * VL, vf{});
@@ -102,17 +100,24 @@ void see_block(const Item &item, Block &block, int n) {
     }
   }
   if (!whole) merge(sum, o, a, int(item.call.Dv), P.vectors);
+  for (int v = 0; v < P.vectors; v++)
+    add_sums(P.state[v], load(m + v * VL), old[v], load(sums.l + v * VL),
+             load(sums.entropy + v * VL), load(sums.distance + v * VL));
+}
+
+// Joins what a panel has of a span into its total, and starts afresh.
+NOINLINE void end_span(const Item &item, int n) {
+  Panel &P = item.panel(n);
+  float *o = item.out(n), *total = item.total(n);
   for (int v = 0; v < P.vectors; v++) {
-    const vf a_i = load(a + v * VL);
-    if (statistics & (ENTROPY | DISTANCE))
-      add_statistics(v, load(P.l + v * VL), load(shift + v * VL), a_i, sums, item.statistics(n));
-    // The sum over blocks keeps what it rounds away (Knuth's exact addition): z is the one number
-    // that all of a row hangs on, and over 170 blocks its error grew to twice that of its terms.
-    const vf old = load(P.l + v * VL) * a_i, more = load(sums.l + v * VL);
-    const vf l_i = old + more, part = l_i - old;
-    const vf lost = (old - (l_i - part)) + (more - part);
-    store(P.l + v * VL, l_i);
-    store(P.l_lost + v * VL, load(P.l_lost + v * VL) * a_i + lost);
+    vf a, c;
+    join(P.total[v], P.state[v], item.plan.exponent, a, c);
+    P.state[v] = NOTHING;
+    for (int64_t d = 0; d < item.call.Dv; d++) {
+      const int64_t at = d * ROWS + v * VL;
+      store(total + at, joined(load(total + at), load(o + at), a, c));
+      store(o + at, vf{});
+    }
   }
 }
 
@@ -120,16 +125,16 @@ void see_block(const Item &item, Block &block, int n) {
 
 // Step 6: m, z, out and the statistics of a panel. A sink is one more score, without a value.
 template <class T>
-void finish_panel(const Item &item, int n) {
+void finish_panel(const Item &item, int n, const State *states, const float *o) {
   const Plan &plan = item.plan;
   const clearhead_call &c = item.call;
   const Panel &P = item.panel(n);
   for (int v = 0; v < P.vectors; v++) {
     const Place *row = P.place + v * VL;
-    const vf l_i = load(P.l + v * VL) + load(P.l_lost + v * VL);
-    vf m_i = load(P.m + v * VL), z_i = l_i, factor = splat(1.f), apart = {};
+    const State &state = states[v];
+    const vf l_i = state.l + state.l_lost;
+    vf m_i = state.m, z_i = l_i, factor = splat(1.f), apart = {};
     const vi empty = l_i == 0.f;
-    Ended end = {m_i, l_i, {}, {}, empty};
     if (plan.raw) m_i *= plan.scale;
     const vf max_logit = empty ? splat(-INFINITY) : l_i == l_i ? m_i : l_i;
     if (c.sinks) {
@@ -144,6 +149,11 @@ void finish_panel(const Item &item, int n) {
     m_i = empty ? splat(-INFINITY) : z_i == z_i ? m_i : z_i;
     z_i = empty ? vf{} : z_i;
     factor = empty ? vf{} : factor / z_i;
+    vf out_factor = factor;
+    if (c.head_mask)
+      for (int r = 0; r < VL; r++)
+        out_factor[r] *= c.head_mask[item.b * c.head_mask_strides[0] +
+                                     row[r].h * c.head_mask_strides[1]];
 
     T *to[VL];
     const int rows = int(least(P.rows - v * VL, VL));
@@ -154,10 +164,10 @@ void finish_panel(const Item &item, int n) {
       to[r] = static_cast<T *>(c.out) + item.b * c.out_strides[0] + row[r].h * c.out_strides[1] +
               row[r].i * c.out_strides[2];
     }
-    unpack_rows(item.out(n) + v * VL, factor, to, rows, int(c.Dv));
+    unpack_rows(o + v * VL, out_factor, to, rows, int(c.Dv));
     if (!plan.statistics) continue;
-    end.factor = factor, end.log_factor = apart - log(z_i);
-    store_statistics(plan, item.b, P, v, rows, item.statistics(n), end);
+    const Ended end = {factor, apart - log(z_i), empty};
+    store_statistics(plan, item.b, P, v, rows, state, item.statistics(n), end);
   }
 }
 
@@ -170,19 +180,27 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
   const int panels = int(least(plan.group, plan.panels - start));
   const Item item = {plan, c, head / c.Hkv, head % c.Hkv, panels, workspace};
   int64_t first = c.S, end = 0;
-  for (int n = 0; n < item.panels; n++) {
+  for (int n = 0; n < panels; n++) {
     const Panel &P = item.panel(n);
     start_panel<T>(item, start + n, n);
     memset(item.out(n), 0, plan.out_floats * sizeof(float));
     if (plan.statistics) start_statistics(c, item.b, P, item.statistics(n));
     for (int v = 0; v < P.vectors; v++) first = least(first, P.lo[v]), end = most(end, P.hi[v]);
   }
+  constexpr int64_t SPAN = SPAN_BLOCKS * BLOCK;
+  const bool spans = end > first / SPAN * SPAN + SPAN;
+  for (int n = 0; spans && n < panels; n++)
+    memset(item.total(n), 0, plan.out_floats * sizeof(float));
   for (int64_t n0 = first / BLOCK * BLOCK; n0 < end; n0 += BLOCK) {
     Block block;
-    if (!start_block(item, n0, end, block)) continue;
-    for (int n = 0; n < item.panels; n++) see_block<T>(item, block, n);
+    if (start_block(item, n0, end, block))
+      for (int n = 0; n < panels; n++) see_block<T>(item, block, n);
+    if (spans && ((n0 + BLOCK) % SPAN == 0 || n0 + BLOCK >= end))
+      for (int n = 0; n < panels; n++) end_span(item, n);
   }
-  for (int n = 0; n < item.panels; n++) finish_panel<T>(item, n);
+  for (int n = 0; n < panels; n++)
+    finish_panel<T>(item, n, spans ? item.panel(n).total : item.panel(n).state,
+                    spans ? item.total(n) : item.out(n));
 }
 
 // Calls f<T> for the element type of a call.

@@ -11,6 +11,7 @@
 namespace clearhead {
 #include "vec_avx2.h"
 #include "microkernel.inl.h"
+#include "state.inl.h"
 #include "panel.inl.h"
 #include "tiles.inl.h"
 #include "statistics.inl.h"

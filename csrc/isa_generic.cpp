@@ -7,6 +7,7 @@
 namespace clearhead {
 #include "vec_generic.h"
 #include "microkernel.inl.h"
+#include "state.inl.h"
 #include "panel.inl.h"
 #include "tiles.inl.h"
 #include "statistics.inl.h"

@@ -8,6 +8,7 @@
 namespace clearhead {
 
 constexpr int BLOCK = 96;      // keys per block, counted from key 0: what makes a row's bits its own
+constexpr int SPAN_BLOCKS = 16;  // blocks whose sums start afresh, counted from key 0
 constexpr int MAX_PANELS = 8;  // panels of query rows that share a block of keys
 constexpr int MASS_BLOCKS = 4;  // blocks of an item of the second pass, which makes key_mass
 
@@ -27,7 +28,7 @@ struct Plan {
   float scale, exponent;  // exp(s - m) = exp2((s - m) * exponent)
   int statistics;         // bits as above
   int64_t q_floats, out_floats, panel_floats, statistics_floats;  // of one panel
-  int64_t at_q, at_out, at_panels, at_statistics, at_scores, at_cut, at_mask, at_added[2], at_key,
+  int64_t at_q, at_out, at_total, at_panels, at_statistics, at_scores, at_cut, at_mask, at_added[2], at_key,
       at_value, at_mass;
   int64_t worker_floats;
 };

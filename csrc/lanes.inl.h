@@ -78,6 +78,7 @@ INLINE vf from_float16(vh h);
 INLINE vh to_float16(vf x);
 INLINE vf times_power_of_two(vf p, vf n);
 INLINE vf vmax(vf a, vf b);
+INLINE vf rounded(vf x);
 INLINE vf interleave_low(vf a, vf b);
 INLINE vf interleave_high(vf a, vf b);
 

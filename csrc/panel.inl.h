@@ -28,8 +28,7 @@ struct Panel {
   alignas(64) int32_t own[ROWS];
   alignas(64) int32_t doc_low[ROWS], doc_high[ROWS];  // halves of the number of its document
   alignas(64) float slope[ROWS];
-  alignas(64) float m[ROWS], l[ROWS];  // so far
-  alignas(64) float l_lost[ROWS];      // what rounding took from l
+  State state[NV], total[NV];  // of the span so far, of the spans before
   Place place[ROWS];
 };
 

@@ -6,14 +6,13 @@
 //   masses     w_ij of the first, the previous and the own key: its score is caught in passing
 //   top keys   the top_k best scores; one that only equals a kept one comes after it
 //
-// The two sums are rescaled with m as l is. Scores are in the tile's units (Plan::exponent).
+// The first two are sums that a State carries. Scores are in the tile's units (Plan::exponent).
 
 namespace {
 
 constexpr int MARKED = 3;  // the first key, the previous one, the own one
 
 struct Statistics {
-  alignas(64) float entropy[ROWS], distance[ROWS];         // so far
   alignas(64) float marked[MARKED][ROWS];                  // its score, -inf until it is seen
   alignas(64) float least[ROWS];                           // the last of the top scores
   alignas(64) int32_t mark[MARKED][ROWS];                  // -1 where there is none
@@ -43,7 +42,6 @@ NOINLINE void start_statistics(const clearhead_call &c, int64_t b, const Panel &
       X.mark_lo[t] = int32_t(least(X.mark_lo[t], j[t]));
       X.mark_hi[t] = int32_t(most(X.mark_hi[t], j[t]));
     }
-    X.entropy[r] = X.distance[r] = 0;
     X.least[r] = -INFINITY;
     for (int k = 0; k < c.top_k; k++) X.top[k][r] = -INFINITY, X.top_key[k][r] = -1;
   }
@@ -80,29 +78,21 @@ NOINLINE void take_top(const Run &run, int n0, const float *s, int top_k, Statis
     }
 }
 
-// Adds the sums of a block, whose p count from the new m; `shift` is log2 of what m's move makes of
-// an older p, and a = exp2(shift).
-INLINE void add_statistics(int v, vf l_old, vf shift, vf a, const Sums &sums, Statistics &X) {
-  const vf e = load(X.entropy + v * VL), d = load(X.distance + v * VL);
-  store(X.entropy + v * VL, (e + shift * l_old) * a + load(sums.entropy + v * VL));
-  store(X.distance + v * VL, d * a + load(sums.distance + v * VL));
-}
-
 // What is known of a vector of rows when its keys have passed: w = exp2((s - m) * exponent) * factor,
 // log w = log(exp(s - m)) + log_factor.
 struct Ended {
-  vf m, l, factor, log_factor;
+  vf factor, log_factor;
   vi empty;
 };
 
 NOINLINE void store_statistics(const Plan &plan, int64_t b, const Panel &P, int v, int rows,
-                               const Statistics &X, const Ended &end) {
+                               const State &state, const Statistics &X, const Ended &end) {
   const clearhead_call &c = *plan.call;
-  const vf log_p = load(X.entropy + v * VL) * LN2 + end.l * end.log_factor;
+  const vf log_p = state.entropy * LN2 + state.l * end.log_factor;
   const vf entropy = end.empty ? vf{} : vmax(vf{}, log_p * -end.factor) + 0.f;
-  const vf distance = load(X.distance + v * VL) * end.factor;
+  const vf distance = state.distance * end.factor;
   const auto weight = [&](const float *s) {
-    const vf w = exp2((load(s + v * VL) - end.m) * plan.exponent) * end.factor;
+    const vf w = exp2((load(s + v * VL) - state.m) * plan.exponent) * end.factor;
     return end.empty ? vf{} : w;
   };
   vf mass[MARKED], top[CLEARHEAD_MAX_TOP_K];

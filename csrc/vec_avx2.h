@@ -16,6 +16,11 @@ INLINE vf times_power_of_two(vf p, vf n) {
   return p * vf((half + 127) << 23) * vf((whole - half + 127) << 23);
 }
 
+INLINE vf rounded(vf x) {
+  __asm__("" : "+x"(x));
+  return x;
+}
+
 INLINE vf interleave_low(vf a, vf b) {
   return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
 }

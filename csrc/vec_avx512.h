@@ -15,6 +15,11 @@ INLINE vf times_power_of_two(vf p, vf n) {
   return vf(_mm512_scalef_ps(__m512(p), __m512(n)));
 }
 
+INLINE vf rounded(vf x) {
+  __asm__("" : "+v"(x));
+  return x;
+}
+
 INLINE vf interleave_low(vf a, vf b) {
   return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }

@@ -21,6 +21,12 @@ INLINE vf times_power_of_two(vf p, vf n) {
   return p * vf((half + 127) << 23) * vf((whole - half + 127) << 23);
 }
 
+// x, which the compiler may not fuse with what it is added to.
+INLINE vf rounded(vf x) {
+  __asm__("" : "+m"(x));
+  return x;
+}
+
 // Lanes of a and b by turns: of their lower halves, of their upper halves.
 INLINE vf interleave_low(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
 INLINE vf interleave_high(vf a, vf b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }

@@ -34,23 +34,25 @@ def same_bits(one, other):
 # -- accuracy -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("S", [128, 512, 2048, 8192, 16384])
-def test_the_error_does_not_grow_with_the_length(S):
-    """It stays with that of torch's kernel on the same numbers, which is flat over S.
+@pytest.mark.parametrize("spread", [1, 4], ids=["diffuse", "peaked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("S", [128, 512, 2048, 8192, 16384, 65536])
+def test_the_error_does_not_grow_with_the_length(S, dtype, spread):
+    """It stays with that of torch's kernel on the same numbers, on average and at its worst.
 
-    Measured 2026-11: below it on average at every S; at 16384 the worst element of some draws is
-    over it, 4.49e-8 against 4.38e-8.
+    Measured 2026-11, the mean of |error| at 65536, diffuse, float32: 1.8e-9 against 2.6e-9.
     """
     errors = []
-    for seed in range(3):
+    for seed in range(3 if S < 65536 else 1):
         torch.manual_seed(seed)
-        query, key, value = draw(B=1, H=2, Hkv=2, L=96, S=S, D=64, Dv=64)
+        query, key, value = draw(B=1, H=2, Hkv=2, L=64, S=S, D=64, Dv=64, dtype=dtype)
+        query = query * spread
         s = query.double() @ key.double().mT / 8
         gold = torch.softmax(s, -1) @ value.double()
         rival = scaled_dot_product_attention(query, key, value)
         errors.append(torch.stack([attend(query, key, value) - gold, rival - gold]))
     ours, theirs = torch.stack(errors, 1)
-    assert float(ours.square().mean()) <= 1.05 * float(theirs.square().mean())
+    assert float(ours.abs().mean()) <= 1.03 * float(theirs.abs().mean())
     assert float(ours.abs().max()) <= 1.25 * float(theirs.abs().max())
 
 
