@@ -27,7 +27,7 @@ NAME = "native"
 MAX_HEAD_SIZE = 512
 MAX_TOP_K = 16
 # What the kernels return beside the output; "head_mask" is that they multiply by it.
-GIVEN = frozenset({"lse", "max_logit", "entropy", "top_k", "key_mass", "first_mass",
+GIVEN = frozenset({"head_mask", "lse", "max_logit", "entropy", "top_k", "key_mass", "first_mass",
                    "previous_mass", "self_mass", "distance"})  # fmt: skip
 TOP_K = {"top_k": ("top_weights", "top_keys")}  # one name of Aux, two of clearhead.h
 
