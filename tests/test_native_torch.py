@@ -1,6 +1,7 @@
 """The native kernels beside torch: accuracy, ops, compiled calls, the C interface."""
 
 import ctypes
+import re
 import struct
 from pathlib import Path
 
@@ -86,6 +87,98 @@ def _op_arguments(name):
                                   "sinks", "bool mask"])  # fmt: skip
 def test_opcheck(name):
     torch.library.opcheck(native.attend, _op_arguments(name))
+
+
+STATISTICS = ["lse", "max_logit", "entropy", "top_weights", "top_keys", "key_mass", "first_mass",
+              "previous_mass", "self_mass", "distance"]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("wanted", [["lse"], STATISTICS], ids=["lse", "all"])
+def test_opcheck_with_statistics(wanted):
+    arguments = list(_op_arguments("bool mask"))
+    arguments[11] = torch.linspace(-1, 1, 6)[None].requires_grad_()
+    first_key = torch.ones(2, 5).long() if "first_mass" in wanted else None
+    torch.library.opcheck(native.attend_aux, (*arguments, first_key, wanted, 3))
+
+
+def test_every_field_of_the_struct_gets_what_its_name_says(monkeypatch):
+    """Read back by the names in the header: all rules, all statistics, strides that all differ."""
+    text = (Path(__file__).parents[1] / "csrc" / "clearhead.h").read_text()
+    body = re.sub(r"/\*.*?\*/", "", text.split("clearhead_dense;")[1], flags=re.S)
+    body = body.split("typedef struct {")[1].split("} clearhead_call;")[0]
+    names = []
+    for line in body.split(";"):
+        for part in re.sub(r"\b(const|void|int64_t|uint8_t|float|double)\b", "", line).split(","):
+            kind, _, name = part.replace("*", "").strip().rpartition(" ")
+            base, _, count = name.strip().partition("[")
+            for n in range(int(count.rstrip("]") or 1) if count else 1):
+                which = f"{base}[{n}]" if count else base
+                dense = "clearhead_dense" in kind or "clearhead_dense" in line
+                fields = ("data", *"bhij", "dtype") if dense else ("",)
+                names += [f"{which}.{field}".rstrip(".") for field in fields if base]
+    assert len(names) * 8 == library._CALL.size
+
+    calls, real = [], library.find_library()
+
+    def forward(call):
+        calls.append(dict(zip(names, library._CALL.unpack(call), strict=True)))
+        return real.forward(call)
+
+    monkeypatch.setattr(library, "find_library", lambda: real._replace(forward=forward))
+    query, key, value = draw(B=3, L=5, S=7, D=8, Dv=6)
+    mask, bias = torch.ones(3, 1, 5, 7).bool(), torch.zeros(4, 1, 7)
+    key_mask, slopes, head_mask = torch.ones(3, 7).bool(), torch.ones(1, 4), torch.ones(3, 4)
+    sinks, doc_q, doc_k = torch.zeros(4), torch.zeros(3, 5).long(), torch.zeros(1, 7).long()
+    first_key = torch.zeros(3, 5).long()
+    *_, m, z, found = native.attend_aux(
+        query, key, value, None, bias, sinks, slopes, mask, key_mask, doc_q, doc_k, head_mask, 3, 2,
+        0.5, 4.0, first_key, STATISTICS[1:], 2,
+    )  # fmt: skip
+    call, at = calls[-1], torch.Tensor.data_ptr
+    sizes = {"B": 3, "H": 4, "Hkv": 2, "L": 5, "S": 7, "D": 8, "Dv": 6, "dtype": 0}
+    numbers = {"scale": 0.5, "softcap": 4.0, "left": 3, "right": 2, "top_k": 2, "cu_q": 0}
+    tensors = {"query": query, "key": key, "value": value, "m": m, "z": z, "sinks": sinks,
+               "mask.data": mask, "added[1].data": bias, "key_mask": key_mask, "doc_q": doc_q,
+               "doc_k": doc_k, "slopes": slopes, "head_mask": head_mask, "first_key": first_key,
+               **dict(zip(STATISTICS[1:], found, strict=True))}  # fmt: skip
+    strides = {"query_strides[2]": 8, "value_strides[1]": 42, "out_strides[0]": 120,
+               "mask.b": 35, "mask.h": 0, "mask.i": 7, "added[1].b": 0, "added[1].h": 7,
+               "added[1].dtype": 0, "mask.dtype": 3, "key_mask_strides[0]": 7,
+               "doc_q_strides[0]": 5, "doc_k_strides[0]": 0, "slopes_strides[0]": 0,
+               "slopes_strides[1]": 1, "head_mask_strides[0]": 4,
+               "first_key_strides[0]": 5}  # fmt: skip
+    wanted = {**sizes, **numbers, **strides, **{name: at(t) for name, t in tensors.items()},
+              "parallel_for": real.parallel_for, "threads": torch.get_num_threads()}  # fmt: skip
+    assert {name: call[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask_needs", [False, True])
+def test_a_head_mask_and_its_gradient(mask_needs, dtype):
+    """Multiplied in the kernels, the same bits with gradients and without; gradients as chunked's,
+    first and second."""
+    query, key, value = draw(L=9, S=11, dtype=dtype)
+    head_mask = torch.linspace(-1, 1, 8).view(2, 4)
+    alone = attend(query, key, value, is_causal=True, head_mask=head_mask)
+    same_bits(attend(query, key, value, is_causal=True, head_mask=head_mask), alone)
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    if mask_needs:
+        leaves.append(head_mask.requires_grad_())
+    upstream = torch.randn(2, 4, 9, 16).to(dtype)
+    found = []
+    for backend in ("native", "chunked"):
+        out = attention(query, key, value, is_causal=True, head_mask=head_mask, backend=backend)
+        if backend == "native":
+            same_bits(out.detach(), alone)
+        first = torch.autograd.grad(out, leaves, upstream, create_graph=True)
+        total = sum(grad.float().square().sum() for grad in first)
+        found.append((*first, *torch.autograd.grad(total, leaves)))
+    tolerance = 2e-5 if dtype == torch.float32 else 0.05
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        ours, theirs = ours.detach().float(), theirs.detach().float()
+        assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -69,7 +69,7 @@ def kind_of(
         or torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state() is not None
         or torch._C._is_any_autocast_enabled()
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
     ):
         return None
     alone = attn_mask is bias is key_mask is sinks is alibi_slopes is head_mask is None

@@ -2,8 +2,8 @@
 
 A backend is a module with NAME, why_not(problem) -> a sentence or None, describe(problem) -> how
 it would run the call, forward(problem) -> (out, Aux), gives(problem) -> what of an AuxRequest is in
-that Aux, and leaks(problem) -> whether NaN or Inf could reach rows that must not see it. It never
-imports another backend.
+that Aux, and "head_mask" if out has that factor, and leaks(problem) -> whether NaN or Inf could
+reach rows that must not see it. It never imports another backend.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (native, sd
 def preference(problem: Problem) -> list[ModuleType]:
     """The backends from the fastest to the slowest for a call, whether they can serve it or not."""
     if problem.device.type == "cpu":
+        # What is decided about native must not rest on S or on contents: clearhead.kinds keeps it.
         # flex compiles for seconds per kind of call, so on a CPU it runs only when asked for.
         torchs = [chunked, sdpa] if _passes_over(problem) else [sdpa, chunked]
         return [*torchs, native, flex] if _has_few_rows(problem) else [native, *torchs, flex]

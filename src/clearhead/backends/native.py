@@ -27,7 +27,7 @@ NAME = "native"
 MAX_HEAD_SIZE = 512
 MAX_TOP_K = 16
 # What the kernels return beside the output; "head_mask" is that they multiply by it.
-GIVEN = frozenset({"lse", "max_logit", "entropy", "top_k", "key_mass", "first_mass",
+GIVEN = frozenset({"head_mask", "lse", "max_logit", "entropy", "top_k", "key_mass", "first_mass",
                    "previous_mass", "self_mass", "distance"})  # fmt: skip
 TOP_K = {"top_k": ("top_weights", "top_keys")}  # one name of Aux, two of clearhead.h
 
@@ -111,7 +111,8 @@ def again_of(problem: Problem) -> Again | None:
     numbers = p.left, p.right, p.scale, p.softcap
     more = (*p.added, p.sinks, p.alibi_slopes, p.mask, p.key_mask, p.head_mask)
     alone = all(tensor is None for tensor in more)
-    return Again(numbers, rules_of((1, 1, 1, 1), *[None] * 9, *numbers)[0] if alone else None)
+    no_tensors: tuple[Any, ...] = (None,) * 9
+    return Again(numbers, rules_of((1, 1, 1, 1), *(*no_tensors, *numbers))[0] if alone else None)
 
 
 def again(
@@ -158,8 +159,9 @@ attend = torch.ops.clearhead.native.default
 attend_aux = torch.ops.clearhead.native_aux.default
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _attend_aux(query, key, value, *rest, None, [], 0)[:3]
+def _attend(*inputs: Any) -> tuple[Tensor, ...]:
+    nothing_more: tuple = (None, [], 0)
+    return _attend_aux(*(*inputs, *nothing_more))[:3]
 
 
 def _attend_aux(
