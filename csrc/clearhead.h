@@ -93,9 +93,10 @@ typedef struct {
   int64_t head_mask_strides[2];
 
   /* Packed sequences, or NULL: sequence b of B has query rows [cu_q[b], cu_q[b + 1]) and keys
-     [cu_k[b], cu_k[b + 1]) of the one batch item that there is. The strides of axis b are not used,
-     L and S are the longest of the sequences, and L of (B, H, L) below is the sum of all rows, with
-     one batch item. */
+     [cu_k[b], cu_k[b + 1]) of the one batch item that there is, and L and S are the longest. Rules
+     with rows or keys lie along these as query and key do, and the strides of their axis b are not
+     used; slopes and head_mask have a row for each sequence. Below, (B, H, L) has one batch item,
+     and as L all rows. */
   const int64_t *cu_q, *cu_k;
 
   /* Statistics of the weights w_ij = exp(s_ij - m_i) / z_i, dense; NULL where not wanted. A row

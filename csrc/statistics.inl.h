@@ -21,11 +21,6 @@ struct Statistics {
   int32_t top_key[CLEARHEAD_MAX_TOP_K][ROWS];
 };
 
-// The sums of one block.
-struct Sums {
-  alignas(64) float l[ROWS], entropy[ROWS], distance[ROWS];
-};
-
 NOINLINE void start_statistics(const clearhead_call &c, int64_t b, const Panel &P, Statistics &X) {
   const bool wanted[MARKED] = {c.first_mass != nullptr, c.previous_mass != nullptr,
                                c.self_mass != nullptr};
