@@ -1,5 +1,5 @@
-// The C interface: arguments checked as return codes, and the items of work handed to the threads by one
-// counter. Who computes an item changes nothing in it.
+// The C interface: arguments checked as return codes, and the items of work handed to the threads by
+// one counter. Who computes an item changes nothing in it.
 #include "clearhead.h"
 
 #include <math.h>

@@ -7,7 +7,9 @@
        z_i   = sum_j exp(s_ij - m_i)                   and the sink's exp(sink_h - m_i)
        out_i = sum_j exp(s_ij - m_i) v_j / z_i         own(i) = i + (S - L)
 
-   A row that sees no key gives out = 0, m = -inf, z = 0. Arithmetic is float32.
+   A row that sees no key gives out = 0, m = -inf, z = 0. Arithmetic is float32; on some processors
+   calls in bfloat16 round exp(s_ij - m_i) to it before it weighs v_j (and in the sum that divides
+   out_i, not in z_i). head_mask multiplies out_i.
    Strides count elements. Everything belongs to the caller, the workspace included; nothing is
    allocated, printed or thrown here. */
 #ifndef CLEARHEAD_H

@@ -11,8 +11,8 @@
 //     6   out_i = o_i / l_i, with the sink of the head joined in
 //
 // A row's bits depend on its own keys only. Lanes do not mix; sums run over the keys of a block in
-// their order, over the blocks of a span and over spans in theirs; a block in which a row sees nothing multiplies its sums by
-// exp2(0) = 1 and adds 0.
+// their order, over the blocks of a span and over spans in theirs; a block in which a row sees
+// nothing multiplies its sums by exp2(0) = 1 and adds 0.
 
 namespace {
 
@@ -96,11 +96,11 @@ void see_block(const Item &item, Block &block, int n) {
     if (statistics & TOP)
       take_top(*run, int(block.n0), item.scores(), int(item.call.top_k), item.statistics(n));
     if (!block.finite) spoil<T>(item, block, *run, sum);
-    switch (statistics & (ENTROPY | DISTANCE)) {
-      case 0: weigh_run<PAIRS, 0>(item, block, P, *run, sum, a, base, sums, whole); break;
-      case ENTROPY: weigh_run<PAIRS, ENTROPY>(item, block, P, *run, sum, a, base, sums, whole); break;
-      default: weigh_run<PAIRS, BOTH>(item, block, P, *run, sum, a, base, sums, whole);
-    }
+    const int wanted = statistics & BOTH;
+    const auto weighed = wanted == 0         ? weigh_run<PAIRS, 0>
+                         : wanted == ENTROPY ? weigh_run<PAIRS, ENTROPY>
+                                             : weigh_run<PAIRS, BOTH>;
+    weighed(item, block, P, *run, sum, a, base, sums, whole);
   }
   if (!whole) merge(sum, o, a, int(item.call.Dv), P.vectors);
   for (int v = 0; v < P.vectors; v++)
@@ -135,7 +135,8 @@ void finish_panel(const Item &item, int n, const State *states, const float *o) 
     const Place *row = P.place + v * VL;
     const State &state = states[v];
     const vf l_i = state.l + state.l_lost;
-    vf m_i = state.m, z_i = l_i, z_used = PAIRED<T> ? state.used : l_i, factor = splat(1.f), apart = {};
+    vf m_i = state.m, z_i = l_i, z_used = PAIRED<T> ? state.used : l_i;
+    vf factor = splat(1.f), apart = {};
     const vi empty = l_i == 0.f;
     if (plan.raw) m_i *= plan.scale;
     const vf max_logit = empty ? splat(-INFINITY) : l_i == l_i ? m_i : l_i;

@@ -29,8 +29,8 @@ struct Plan {
   float scale, exponent;  // exp(s - m) = exp2((s - m) * exponent)
   int statistics;         // bits as above
   int64_t q_floats, out_floats, panel_floats, statistics_floats;  // of one panel
-  int64_t at_q, at_out, at_total, at_panels, at_statistics, at_scores, at_cut, at_mask, at_added[2], at_key,
-      at_value, at_mass;
+  int64_t at_q, at_out, at_total, at_panels, at_statistics, at_scores, at_cut, at_mask, at_added[2],
+      at_key, at_value, at_mass;
   int64_t worker_floats;
 };
 

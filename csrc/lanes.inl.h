@@ -161,7 +161,8 @@ INLINE vf exp2(vf x) { return exp2_from_least(vmax(splat(EXP2_LEAST), x)); }
 
 INLINE vf exp(vf x) { return exp2(x * LOG2E); }
 
-// Of a normal number: x = 2^n f with f from sqrt(1/2) to sqrt(2), log f = 2 atanh((f - 1) / (f + 1)).
+// Of a normal number: x = 2^n f with f from sqrt(1/2) to sqrt(2), and
+// log f = 2 atanh((f - 1) / (f + 1)).
 // Worst error 1 ulp; log(1) is exactly 0.
 INLINE vf log(vf x) {
   const vi n = (vi(x) - 0x3f3504f3) >> 23;

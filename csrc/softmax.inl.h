@@ -125,7 +125,8 @@ NOINLINE void exponentials(float *s, int keys, const float *base, float exponent
     b[v] = load(base + v * VL), l[v] = sums[v].l, e[v] = sums[v].entropy, d[v] = sums[v].distance,
     used[v] = sums[v].used;
   const auto p = [&](int j, int v) __attribute__((always_inline)) {
-    return weight<WANTED>(load(s + j * ROWS + v * VL), b[v], exponent, own[v] - j, l[v], e[v], d[v]);
+    const vf s_ij = load(s + j * ROWS + v * VL);
+    return weight<WANTED>(s_ij, b[v], exponent, own[v] - j, l[v], e[v], d[v]);
   };
   if constexpr (!PAIRS) {
     for (int j = 0; j < keys; j++)

@@ -73,8 +73,8 @@ NOINLINE void take_top(const Run &run, int n0, const float *s, int top_k, Statis
     }
 }
 
-// What is known of a vector of rows when its keys have passed: w = exp2((s - m) * exponent) * factor,
-// log w = log(exp(s - m)) + log_factor.
+// What is known of a vector of rows when its keys have passed:
+// w = exp2((s - m) * exponent) * factor, log w = log(exp(s - m)) + log_factor.
 struct Ended {
   vf factor, log_factor;
   vi empty;
