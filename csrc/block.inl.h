@@ -3,14 +3,6 @@
 
 namespace {
 
-// Calls f<N> for N = vectors.
-#define BY_VECTORS(vectors, f, ...)      \
-  switch (vectors) {                     \
-    case 1: f<1>(__VA_ARGS__); break;    \
-    case 2: f<2>(__VA_ARGS__); break;    \
-    default: f<3>(__VA_ARGS__);          \
-  }
-
 struct Item {
   const Plan &plan;
   const clearhead_call &call;
@@ -127,18 +119,14 @@ void load_keys(const Item &item, Block &block) {
   const clearhead_call &c = item.call;
   const T *k = static_cast<const T *>(c.key) + item.b * c.key_strides[0] +
                item.g * c.key_strides[1] + block.n0 * c.key_strides[2];
-  block.K = float_rows(k, c.key_strides[2], block.keys, int(c.D), item.key());
+  block.K = key_rows(k, c.key_strides[2], block.keys, int(c.D), item.key());
 }
 
 template <class T>
 void load_values(const Item &item, Block &block) {
   const int Dv = int(item.call.Dv);
-  block.V = float_rows(value_of<T>(item, block.n0), item.call.value_strides[2], block.keys, Dv,
-                       item.value());
-  block.finite = all_finite(block.V, block.keys, Dv);
-  if (block.finite) return;
-  copy_finite(block.V, block.keys, Dv, item.value());
-  block.V = {item.value(), Dv};
+  block.V = value_rows(value_of<T>(item, block.n0), item.call.value_strides[2], block.keys, Dv,
+                       item.value(), block.finite);
 }
 
 // Adds the values that are not finite to the sums of the rows that see them.
@@ -158,13 +146,19 @@ NOINLINE void spoil(const Item &item, const Block &block, const Run &run, float 
 // -- scores ----------------------------------------------------------------------------------------
 
 // Steps 1 and 2 of one run; m is the maximum so far.
+template <bool PAIRS>
 void score_run(const Item &item, const Panel &P, const Block &block, const Data &data,
                const Run &run, const float *q, float *m) {
   const clearhead_call &c = item.call;
   const int n0 = int(block.n0), v0 = run.v0 * VL;
   const bool last = item.plan.raw && !data.mask && !data.key_mask && !data.doc_k;
-  BY_VECTORS(run.v1 - run.v0, scores, block.K, q + v0, int(c.D), P, run, n0, last,
-             item.scores() + v0, m + v0)
+  const int words = PAIRS ? (int(c.D) + 1) / 2 : int(c.D);
+  float *s = item.scores() + v0;
+  switch (run.v1 - run.v0) {
+    case 1: scores<PAIRS, 1>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
+    case 2: scores<PAIRS, 2>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
+    default: scores<PAIRS, 3>(block.K, q + v0, words, P, run, n0, last, s, m + v0);
+  }
   if (last) return;
   for (int n = 0; n < 2; n++)
     for (int v = run.v0; data.added[n] && v < run.v1; v++)

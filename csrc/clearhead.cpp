@@ -1,5 +1,5 @@
-// The C interface: arguments checked as return codes, a call cut into items of work, and the items
-// handed to the threads by one counter. Who computes an item changes nothing in it.
+// The C interface: arguments checked as return codes, and the items of work handed to the threads by
+// one counter. Who computes an item changes nothing in it.
 #include "clearhead.h"
 
 #include <math.h>
@@ -12,13 +12,17 @@
 namespace clearhead {
 namespace {
 
-constexpr double LOG2E = 1.4426950408889634;
-constexpr int64_t LINE = 64 / sizeof(float);  // floats of a cache line
 constexpr int64_t SIZE_LIMIT = INT64_C(1) << 31;
-// Panels in flight stay within half of a 1 MB second-level cache.
-constexpr int64_t PANEL_FLOATS = (512 << 10) / sizeof(float);
 
 bool is_float(int64_t dtype) { return dtype >= CLEARHEAD_FLOAT32 && dtype <= CLEARHEAD_FLOAT16; }
+
+// Packed sequences: offsets that do not fall, with no sequence longer than the sizes say.
+int32_t check_offsets(const int64_t *cu, int64_t B, int64_t longest) {
+  if (cu[0] < 0 || cu[B] >= SIZE_LIMIT) return CLEARHEAD_BAD_SIZE;
+  for (int64_t b = 0; b < B; b++)
+    if (cu[b + 1] < cu[b] || cu[b + 1] - cu[b] > longest) return CLEARHEAD_BAD_SIZE;
+  return CLEARHEAD_OK;
+}
 
 int32_t check_sizes(const clearhead_call &c) {
   for (int64_t size : {c.B, c.H, c.Hkv, c.L, c.S, c.D, c.Dv})
@@ -27,6 +31,9 @@ int32_t check_sizes(const clearhead_call &c) {
   if (c.D > CLEARHEAD_MAX_HEAD_SIZE || c.Dv > CLEARHEAD_MAX_HEAD_SIZE)
     return CLEARHEAD_BAD_HEAD_SIZE;
   if (c.top_k < 0 || c.top_k > CLEARHEAD_MAX_TOP_K) return CLEARHEAD_BAD_SIZE;
+  if (!c.cu_q != !c.cu_k) return CLEARHEAD_BAD_POINTER;
+  if (c.cu_q && (check_offsets(c.cu_q, c.B, c.L) || check_offsets(c.cu_k, c.B, c.S)))
+    return CLEARHEAD_BAD_SIZE;
   return is_float(c.dtype) ? CLEARHEAD_OK : CLEARHEAD_BAD_DTYPE;
 }
 
@@ -45,107 +52,56 @@ int32_t check_all(const clearhead_call &c) {
   return CLEARHEAD_OK;
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t whole_lines(int64_t floats) { return ceil_div(floats, LINE) * LINE; }
-
-int64_t workers(const clearhead_call &c) { return c.threads > 1 ? c.threads : 1; }
-
-Plan make_plan(const clearhead_call &c, const Kernel &kernel) {
-  Plan p = {};
-  p.call = &c;
-  const int64_t rows = kernel.rows;
-  p.G = c.H / c.Hkv;
-  p.merged = p.G > 1 && c.L < rows;
-  p.panels = p.merged ? ceil_div(p.G * c.L, rows) : p.G * ceil_div(c.L, rows);
-
-  // Eight items per thread even out what causal rows and other programs do to the load.
-  const int64_t heads = c.B * c.Hkv;
-  p.q_floats = c.D * rows;
-  p.out_floats = c.Dv * rows;
-  int64_t group = p.panels * heads / (workers(c) * 8);
-  const int64_t fits = PANEL_FLOATS / (p.q_floats + p.out_floats);
-  group = group < fits ? group : fits;
-  group = group < MAX_PANELS ? group : MAX_PANELS;
-  group = group > 1 ? group : 1;
-  p.groups = ceil_div(p.panels, group);
-  p.group = ceil_div(p.panels, p.groups);
-  p.items = heads * p.groups;
-
-  // Folding the scale needs a positive factor that is a normal float32; a score of -inf times 0
-  // would be NaN.
-  const bool plain = c.softcap == 0 && !c.added[0].data && !c.added[1].data && !c.slopes;
-  p.raw = plain && c.scale > 1e-30 && c.scale < 1e30;
-  p.scale = float(c.scale);
-  p.exponent = float(p.raw ? c.scale * LOG2E : LOG2E);
-
-  p.statistics = (c.entropy ? ENTROPY : 0) | (c.distance ? DISTANCE : 0) |
-                 (c.first_mass || c.previous_mass || c.self_mass ? MASSES : 0) |
-                 (c.top_weights ? TOP : 0);
-
-  p.statistics_floats = whole_lines(ceil_div(kernel.statistics_bytes, sizeof(float)));
-  p.panel_floats = whole_lines(ceil_div(kernel.panel_bytes, sizeof(float)));
-  const int64_t tile = BLOCK * rows;
-  int64_t at = 0;
-  auto place = [&at](int64_t floats) {
-    const int64_t start = at;
-    at += whole_lines(floats);
-    return start;
-  };
-  p.at_q = place(p.group * p.q_floats);
-  p.at_out = place(p.group * p.out_floats);
-  p.at_total = place(c.S > SPAN_BLOCKS * BLOCK ? p.group * p.out_floats : 0);
-  p.at_panels = place(p.group * p.panel_floats);
-  p.at_statistics = place(p.statistics ? p.group * p.statistics_floats : 0);
-  p.at_scores = place(tile);
-  p.at_cut = place(p.out_floats);
-  p.at_mask = place(c.mask.data ? tile : 0);
-  for (int n = 0; n < 2; n++) p.at_added[n] = place(c.added[n].data ? tile : 0);
-  p.at_key = place(BLOCK * c.D);
-  p.at_value = place(BLOCK * c.Dv);
-  p.at_mass = place(c.key_mass ? p.G * MASS_BLOCKS * BLOCK * kernel.lanes : 0);
-  p.worker_floats = at;
-  return p;
-}
-
-// The second pass: its panels hold one query head each, its items are cut by keys.
-Plan make_mass_plan(const Plan &first, const Kernel &kernel) {
-  const clearhead_call &c = *first.call;
-  Plan p = first;
-  p.merged = false;
-  p.panels = p.G * ceil_div(c.L, kernel.rows);
-  p.items = c.B * c.Hkv * ceil_div(c.S, MASS_BLOCKS * BLOCK);
-  return p;
-}
-
-int64_t bytes_needed(const clearhead_call &c, const Plan &plan) {
-  return (workers(c) * plan.worker_floats + LINE) * int64_t(sizeof(float));
-}
-
-struct Work {
-  const Plan &plan;
+// One pass over all parts of a job. Items are numbered through: those of part s are starts[s] up to
+// starts[s + 1].
+struct Pass {
+  const Job &job;
+  Plan (*plan)(const Job &job, const clearhead_call &part);
   void (*item)(const Plan &plan, int64_t item, float *workspace);
+  int64_t *starts;
   float *workspace;
   std::atomic<int64_t> next{0};
 };
 
-void work(int64_t first, int64_t end, void *context) {
-  Work &w = *static_cast<Work *>(context);
-  for (int64_t worker = first; worker < end; worker++)
-    for (;;) {
-      const int64_t item = w.next.fetch_add(1, std::memory_order_relaxed);
-      if (item >= w.plan.items) break;
-      w.item(w.plan, item, w.workspace + worker * w.plan.worker_floats);
-    }
+int64_t part_with(const Pass &pass, int64_t item) {
+  int64_t low = 0, high = pass.job.parts;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (pass.starts[middle] <= item ? low : high) = middle;
+  }
+  return low;
 }
 
-void run_all(const Plan &plan, void (*item)(const Plan &, int64_t, float *), float *workspace) {
-  const clearhead_call &c = *plan.call;
-  Work shared{plan, item, workspace};
-  const int64_t n = workers(c) < plan.items ? workers(c) : plan.items;
+void work(int64_t first, int64_t end, void *context) {
+  Pass &pass = *static_cast<Pass *>(context);
+  const int64_t items = pass.starts[pass.job.parts];
+  for (int64_t worker = first; worker < end; worker++) {
+    int64_t item = pass.next.fetch_add(1, std::memory_order_relaxed);
+    while (item < items) {
+      const int64_t s = part_with(pass, item);
+      const clearhead_call part = part_of(pass.job, s);
+      const Plan plan = pass.plan(pass.job, part);
+      for (; item < pass.starts[s + 1]; item = pass.next.fetch_add(1, std::memory_order_relaxed))
+        pass.item(plan, item - pass.starts[s],
+                  pass.workspace + worker * pass.job.worker_floats);
+    }
+  }
+}
+
+void run_pass(const Job &job, Plan (*plan)(const Job &, const clearhead_call &),
+              void (*item)(const Plan &, int64_t, float *)) {
+  const clearhead_call &c = *job.whole;
+  const uintptr_t start = (reinterpret_cast<uintptr_t>(c.workspace) + 63) / 64 * 64;
+  int64_t *const starts = reinterpret_cast<int64_t *>(start);
+  Pass pass{job, plan, item, starts, reinterpret_cast<float *>(start) + job.start_floats};
+  starts[0] = 0;
+  for (int64_t s = 0; s < job.parts; s++)
+    starts[s + 1] = starts[s] + plan(job, part_of(job, s)).items;
+  const int64_t items = starts[job.parts], n = job.workers < items ? job.workers : items;
   if (n > 1 && c.parallel_for)
-    c.parallel_for(0, n, 1, work, &shared);
+    c.parallel_for(0, n, 1, work, &pass);
   else
-    work(0, 1, &shared);
+    work(0, 1, &pass);
 }
 
 }  // namespace
@@ -166,7 +122,7 @@ int32_t clearhead_workspace(const clearhead_call *call, int64_t *bytes) {
   int32_t status = check_sizes(*call);
   if (status) return status;
   const Kernel *kernel = active_kernel(&status);
-  if (kernel) *bytes = bytes_needed(*call, make_plan(*call, *kernel));
+  if (kernel) *bytes = make_job(*call, *kernel).bytes;
   return status;
 }
 
@@ -175,12 +131,9 @@ int32_t clearhead_forward(const clearhead_call *call) {
   if (status) return status;
   const Kernel *kernel = active_kernel(&status);
   if (!kernel) return status;
-  const Plan plan = make_plan(*call, *kernel);
-  if (call->workspace_bytes < bytes_needed(*call, plan)) return CLEARHEAD_SMALL_WORKSPACE;
-
-  const uintptr_t start = reinterpret_cast<uintptr_t>(call->workspace);
-  float *const workspace = reinterpret_cast<float *>((start + 63) / 64 * 64);
-  run_all(plan, kernel->item, workspace);
-  if (call->key_mass) run_all(make_mass_plan(plan, *kernel), kernel->mass, workspace);
+  const Job job = make_job(*call, *kernel);
+  if (call->workspace_bytes < job.bytes) return CLEARHEAD_SMALL_WORKSPACE;
+  run_pass(job, make_plan, kernel->item);
+  if (call->key_mass) run_pass(job, make_mass_plan, kernel->mass);
   return CLEARHEAD_OK;
 }

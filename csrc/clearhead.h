@@ -7,7 +7,9 @@
        z_i   = sum_j exp(s_ij - m_i)                   and the sink's exp(sink_h - m_i)
        out_i = sum_j exp(s_ij - m_i) v_j / z_i         own(i) = i + (S - L)
 
-   A row that sees no key gives out = 0, m = -inf, z = 0. Arithmetic is float32.
+   A row that sees no key gives out = 0, m = -inf, z = 0. Arithmetic is float32; on some processors
+   calls in bfloat16 round exp(s_ij - m_i) to it before it weighs v_j (and in the sum that divides
+   out_i, not in z_i). head_mask multiplies out_i.
    Strides count elements. Everything belongs to the caller, the workspace included; nothing is
    allocated, printed or thrown here. */
 #ifndef CLEARHEAD_H
@@ -93,9 +95,10 @@ typedef struct {
   int64_t head_mask_strides[2];
 
   /* Packed sequences, or NULL: sequence b of B has query rows [cu_q[b], cu_q[b + 1]) and keys
-     [cu_k[b], cu_k[b + 1]) of the one batch item that there is. The strides of axis b are not used,
-     L and S are the longest of the sequences, and L of (B, H, L) below is the sum of all rows, with
-     one batch item. */
+     [cu_k[b], cu_k[b + 1]) of the one batch item that there is, and L and S are the longest. Rules
+     with rows or keys lie along these as query and key do, and the strides of their axis b are not
+     used; slopes and head_mask have a row for each sequence. Below, (B, H, L) has one batch item,
+     and as L all rows. */
   const int64_t *cu_q, *cu_k;
 
   /* Statistics of the weights w_ij = exp(s_ij - m_i) / z_i, dense; NULL where not wanted. A row

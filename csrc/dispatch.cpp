@@ -41,6 +41,18 @@ bool has_avx512() {
   return (b & needed) == needed && (saved_states() & AVX512_STATE) == AVX512_STATE;
 }
 
+bool has_avx512bf16() {
+  unsigned a, b, c, d;
+  return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bit_AVX512BF16);
+}
+
+// A core of an EPYC of Zen 4 does 234 GF/s in dpbf16 and 117 in float32, one of a Xeon (Sapphire
+// Rapids) 89 and 178 (2026-11): there bfloat16 is faster widened.
+bool is_amd() {
+  unsigned a, b, c, d;
+  return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
+}
+
 #endif
 
 bool always() { return true; }
@@ -48,17 +60,19 @@ bool always() { return true; }
 struct Entry {
   const Kernel *kernel;
   bool (*supported)();
+  bool (*preferred)();  // whether it is taken without being named
 };
 
 // From the best to the one that runs anywhere.
 const Entry entries[] = {
 #if defined(__x86_64__)
-    {&avx512_kernel, has_avx512},
-    {&avx2_kernel, has_avx2},
+    {&avx512bf16_kernel, has_avx512bf16, is_amd},
+    {&avx512_kernel, has_avx512, always},
+    {&avx2_kernel, has_avx2, always},
 #elif defined(__aarch64__)
-    {&neon_kernel, always},  // every AArch64 processor has it
+    {&neon_kernel, always, always},  // every AArch64 processor has it
 #endif
-    {&generic_kernel, always},
+    {&generic_kernel, always, always},
 };
 
 struct Choice {
@@ -71,6 +85,7 @@ Choice choose() {
   if (wanted && !*wanted) wanted = nullptr;
   for (const Entry &entry : entries) {
     if (wanted && strcmp(wanted, entry.kernel->name) != 0) continue;
+    if (!wanted && !entry.preferred()) continue;
     if (entry.supported()) return {entry.kernel, CLEARHEAD_OK};
     if (wanted) return {nullptr, CLEARHEAD_UNSUPPORTED_ISA};
   }

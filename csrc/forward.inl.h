@@ -11,8 +11,8 @@
 //     6   out_i = o_i / l_i, with the sink of the head joined in
 //
 // A row's bits depend on its own keys only. Lanes do not mix; sums run over the keys of a block in
-// their order, over the blocks of a span and over spans in theirs; a block in which a row sees nothing multiplies its sums by
-// exp2(0) = 1 and adds 0.
+// their order, over the blocks of a span and over spans in theirs; a block in which a row sees
+// nothing multiplies its sums by exp2(0) = 1 and adds 0.
 
 namespace {
 
@@ -32,37 +32,43 @@ void start_panel(const Item &item, int64_t number, int n) {
       row[r] = static_cast<const T *>(c.query) + item.b * c.query_strides[0] +
                at.h * c.query_strides[1] + at.i * c.query_strides[2];
     }
-    pack_rows(row, item.q(n) + v * VL, int(c.D));
+    pack_query(row, item.q(n) + v * VL, int(c.D));
     P.state[v] = P.total[v] = NOTHING;
   }
 }
 
 // -- blocks ----------------------------------------------------------------------------------------
 
-template <int WANTED>
+template <bool PAIRS, int WANTED>
 void weigh_run(const Item &item, const Block &block, const Panel &P, const Run &run, float *o,
-               const float *a, const float *base, Sums &sums, bool whole) {
+               const float *a, const float *base, Sums *sums, bool whole) {
   const int v0 = run.v0 * VL, keys = run.j1 - run.j0, Dv = int(item.call.Dv);
-  const int n = int(block.n0) + run.j0;
+  const int words = PAIRS ? (keys + 1) / 2 : keys, first = PAIRS ? run.j0 / 2 : run.j0;
   float *s = item.scores() + run.j0 * ROWS + v0;
   const float exponent = item.plan.exponent;
-  const Rows V = {block.V.at + run.j0 * block.V.stride, block.V.stride};
+  const Rows V = {block.V.at + first * block.V.stride, block.V.stride};
+  vi own[NV];
+  for (int v = run.v0; v < run.v1; v++)
+    own[v - run.v0] = load(P.own + v * VL) - (int(block.n0) + run.j0);
+  sums += run.v0;
   switch (run.v1 - run.v0) {
     case 1:
-      exponentials<1, WANTED>(s, keys, base + v0, exponent, P.own + v0, n, sums, v0);
-      return weigh<1>(V, s, keys, o + v0, a + v0, Dv, whole);
+      exponentials<PAIRS, 1, WANTED>(s, keys, base + v0, exponent, own, sums);
+      return weigh<PAIRS, 1>(V, s, words, o + v0, a + v0, Dv, whole);
     case 2:
-      exponentials<2, WANTED>(s, keys, base + v0, exponent, P.own + v0, n, sums, v0);
-      return weigh<2>(V, s, keys, o + v0, a + v0, Dv, whole);
+      exponentials<PAIRS, 2, WANTED>(s, keys, base + v0, exponent, own, sums);
+      return weigh<PAIRS, 2>(V, s, words, o + v0, a + v0, Dv, whole);
     default:
-      exponentials<3, WANTED>(s, keys, base + v0, exponent, P.own + v0, n, sums, v0);
-      return weigh<3>(V, s, keys, o + v0, a + v0, Dv, whole);
+      exponentials<PAIRS, 3, WANTED>(s, keys, base + v0, exponent, own, sums);
+      return weigh<PAIRS, 3>(V, s, words, o + v0, a + v0, Dv, whole);
   }
 }
 
 template <class T>
 void see_block(const Item &item, Block &block, int n) {
   Panel &P = item.panel(n);
+  constexpr bool PAIRS = PAIRED<T>;
+  constexpr int BOTH = ENTROPY | DISTANCE;
   const int statistics = item.plan.statistics;
   Sight sight;
   if (!look(item, P, block, sight)) return;
@@ -71,18 +77,15 @@ void see_block(const Item &item, Block &block, int n) {
 
   alignas(64) float m[ROWS], base[ROWS], a[ROWS];
   Move old[NV];
-  Sums sums;
+  Sums sums[NV] = {};
   for (int v = 0; v < P.vectors; v++) store(m + v * VL, P.state[v].m);
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
-    score_run(item, P, block, sight.data, *run, item.q(n), m);
+    score_run<PAIRS>(item, P, block, sight.data, *run, item.q(n), m);
   for (int v = 0; v < P.vectors; v++) {
     const vf base_i = base_of(load(m + v * VL));
     old[v] = move(P.state[v].m, base_i, item.plan.exponent);
     store(base + v * VL, base_i);
     store(a + v * VL, old[v].a);
-    store(sums.l + v * VL, vf{});
-    store(sums.entropy + v * VL, vf{});
-    store(sums.distance + v * VL, vf{});
   }
 
   float *o = item.out(n), *sum = o;
@@ -93,16 +96,15 @@ void see_block(const Item &item, Block &block, int n) {
     if (statistics & TOP)
       take_top(*run, int(block.n0), item.scores(), int(item.call.top_k), item.statistics(n));
     if (!block.finite) spoil<T>(item, block, *run, sum);
-    switch (statistics & (ENTROPY | DISTANCE)) {
-      case 0: weigh_run<0>(item, block, P, *run, sum, a, base, sums, whole); break;
-      case ENTROPY: weigh_run<ENTROPY>(item, block, P, *run, sum, a, base, sums, whole); break;
-      default: weigh_run<ENTROPY | DISTANCE>(item, block, P, *run, sum, a, base, sums, whole);
-    }
+    const int wanted = statistics & BOTH;
+    const auto weighed = wanted == 0         ? weigh_run<PAIRS, 0>
+                         : wanted == ENTROPY ? weigh_run<PAIRS, ENTROPY>
+                                             : weigh_run<PAIRS, BOTH>;
+    weighed(item, block, P, *run, sum, a, base, sums, whole);
   }
   if (!whole) merge(sum, o, a, int(item.call.Dv), P.vectors);
   for (int v = 0; v < P.vectors; v++)
-    add_sums(P.state[v], load(m + v * VL), old[v], load(sums.l + v * VL),
-             load(sums.entropy + v * VL), load(sums.distance + v * VL));
+    add_sums(P.state[v], load(m + v * VL), old[v], sums[v]);
 }
 
 // Joins what a panel has of a span into its total, and starts afresh.
@@ -133,7 +135,8 @@ void finish_panel(const Item &item, int n, const State *states, const float *o) 
     const Place *row = P.place + v * VL;
     const State &state = states[v];
     const vf l_i = state.l + state.l_lost;
-    vf m_i = state.m, z_i = l_i, factor = splat(1.f), apart = {};
+    vf m_i = state.m, z_i = l_i, z_used = PAIRED<T> ? state.used : l_i;
+    vf factor = splat(1.f), apart = {};
     const vi empty = l_i == 0.f;
     if (plan.raw) m_i *= plan.scale;
     const vf max_logit = empty ? splat(-INFINITY) : l_i == l_i ? m_i : l_i;
@@ -143,13 +146,15 @@ void finish_panel(const Item &item, int n, const State *states, const float *o) 
       const vf joint = vmax(sink, m_i);
       apart = vmax(splat(EXP2_LEAST), m_i - joint);
       factor = exp(m_i - joint);
-      z_i = z_i * factor + exp(sink - joint);
+      const vf of_sink = exp(sink - joint);
+      z_i = z_i * factor + of_sink;
+      z_used = z_used * factor + of_sink;
       m_i = joint;
     }
     m_i = empty ? splat(-INFINITY) : z_i == z_i ? m_i : z_i;
     z_i = empty ? vf{} : z_i;
+    vf out_factor = empty ? vf{} : factor / z_used;
     factor = empty ? vf{} : factor / z_i;
-    vf out_factor = factor;
     if (c.head_mask)
       for (int r = 0; r < VL; r++)
         out_factor[r] *= c.head_mask[item.b * c.head_mask_strides[0] +
@@ -201,18 +206,6 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
   for (int n = 0; n < panels; n++)
     finish_panel<T>(item, n, spans ? item.panel(n).total : item.panel(n).state,
                     spans ? item.total(n) : item.out(n));
-}
-
-// Calls f<T> for the element type of a call.
-#define BY_DTYPE(f, plan, ...)                                         \
-  switch ((plan).call->dtype) {                                        \
-    case CLEARHEAD_FLOAT32: return f<float>(plan, __VA_ARGS__);        \
-    case CLEARHEAD_BFLOAT16: return f<bfloat16>(plan, __VA_ARGS__);    \
-    default: return f<float16>(plan, __VA_ARGS__);                     \
-  }
-
-void run(const Plan &plan, int64_t number, float *workspace) {
-  BY_DTYPE(run_item, plan, number, workspace)
 }
 
 }  // namespace

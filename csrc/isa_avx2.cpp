@@ -19,6 +19,7 @@ namespace clearhead {
 #include "block.inl.h"
 #include "forward.inl.h"
 #include "mass.inl.h"
+#include "entry.inl.h"
 
 const Kernel avx2_kernel = {"avx2", ROWS, VL, sizeof(Panel), sizeof(Statistics), run,
                                     run_mass};

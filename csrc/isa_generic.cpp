@@ -15,6 +15,7 @@ namespace clearhead {
 #include "block.inl.h"
 #include "forward.inl.h"
 #include "mass.inl.h"
+#include "entry.inl.h"
 
 const Kernel generic_kernel = {"generic", ROWS, VL, sizeof(Panel), sizeof(Statistics), run,
                                        run_mass};

@@ -17,6 +17,7 @@ namespace clearhead {
 #include "block.inl.h"
 #include "forward.inl.h"
 #include "mass.inl.h"
+#include "entry.inl.h"
 
 const Kernel neon_kernel = {"neon", ROWS, VL, sizeof(Panel), sizeof(Statistics), run, run_mass};
 }  // namespace clearhead

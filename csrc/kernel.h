@@ -24,12 +24,13 @@ struct Plan {
   int64_t group;        // panels that share a block of keys: an item of work
   int64_t groups;       // items of one (b, key/value head)
   int64_t items;        // of the whole call
+  int64_t L_stored, S_stored;  // of the axes (B, H, L) and (B, H, S) of m, z and the statistics
   bool raw;             // scores stay q . k, and the scale goes into the exponent
   float scale, exponent;  // exp(s - m) = exp2((s - m) * exponent)
   int statistics;         // bits as above
   int64_t q_floats, out_floats, panel_floats, statistics_floats;  // of one panel
-  int64_t at_q, at_out, at_total, at_panels, at_statistics, at_scores, at_cut, at_mask, at_added[2], at_key,
-      at_value, at_mass;
+  int64_t at_q, at_out, at_total, at_panels, at_statistics, at_scores, at_cut, at_mask, at_added[2],
+      at_key, at_value, at_mass;
   int64_t worker_floats;
 };
 
@@ -45,9 +46,25 @@ extern const Kernel generic_kernel;
 #if defined(__x86_64__)
 extern const Kernel avx2_kernel;
 extern const Kernel avx512_kernel;
+extern const Kernel avx512bf16_kernel;
 #elif defined(__aarch64__)
 extern const Kernel neon_kernel;
 #endif
+
+// A call and its parts: the sequences that are packed into it, or the call itself.
+struct Job {
+  const clearhead_call *whole;
+  const Kernel *kernel;
+  int64_t parts, workers;
+  int64_t L_stored, S_stored;
+  int64_t panels;  // of all parts
+  int64_t worker_floats, start_floats, bytes;
+};
+
+Job make_job(const clearhead_call &call, const Kernel &kernel);
+clearhead_call part_of(const Job &job, int64_t s);
+Plan make_plan(const Job &job, const clearhead_call &part);
+Plan make_mass_plan(const Job &job, const clearhead_call &part);
 
 // The kernel in use, or NULL and why not.
 const Kernel *active_kernel(int32_t *status);

@@ -4,7 +4,7 @@
 // exp2(0) is exactly 1 (else every block of keys would rescale the older ones), 2^-200 is exactly 0
 // and NaN stays NaN.
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -14,6 +14,7 @@ typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+typedef uint16_t vw __attribute__((vector_size(VL * 4)));
 typedef uint8_t vb __attribute__((vector_size(VL)));
 
 struct bfloat16 {
@@ -25,6 +26,11 @@ struct float16 {
 struct boolean {
   uint8_t bits;
 };
+
+// Whether the products of a type go by pairs: 32-bit words that hold two numbers, the first one in
+// the lower half.
+template <class T>
+constexpr bool PAIRED = false;
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
@@ -125,6 +131,16 @@ INLINE void store_from_float(vf x, T *to, int n) {
   for (int r = 0; r < n; r++) to[r] = part[r];
 }
 
+// sum + x y, where words are numbers, or pairs.
+template <bool PAIRS>
+INLINE vf add_product(vf sum, vf x, vf y);
+template <bool PAIRS>
+INLINE vf pair_of(vf first, vf second);  // rounded to the nearest even ones
+template <>
+INLINE vf add_product<false>(vf sum, vf x, vf y) {
+  return sum + x * y;
+}
+
 // -- functions -------------------------------------------------------------------------------------
 
 // Worst relative error 1.2e-7, of which 2e-9 is the polynomial's (a least-squares fit, reweighted
@@ -145,7 +161,8 @@ INLINE vf exp2(vf x) { return exp2_from_least(vmax(splat(EXP2_LEAST), x)); }
 
 INLINE vf exp(vf x) { return exp2(x * LOG2E); }
 
-// Of a normal number: x = 2^n f with f from sqrt(1/2) to sqrt(2), log f = 2 atanh((f - 1) / (f + 1)).
+// Of a normal number: x = 2^n f with f from sqrt(1/2) to sqrt(2), and
+// log f = 2 atanh((f - 1) / (f + 1)).
 // Worst error 1 ulp; log(1) is exactly 0.
 INLINE vf log(vf x) {
   const vi n = (vi(x) - 0x3f3504f3) >> 23;

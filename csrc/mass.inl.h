@@ -9,15 +9,9 @@
 
 namespace {
 
-template <int N>
-NOINLINE void add_masses(const float *s, int keys, const float *m, const float *factor, float scale,
-                         float *mass) {
-  for (int j = 0; j < keys; j++, s += ROWS, mass += VL) {
-    vf sum = load(mass);
-    UNROLL for (int v = 0; v < N; v++)
-      sum += exp(load(s + v * VL) * scale - load(m + v * VL)) * load(factor + v * VL);
-    store(mass, sum);
-  }
+NOINLINE void add_masses(const float *s, int keys, vf m_i, vf factor, float scale, float *mass) {
+  for (int j = 0; j < keys; j++, s += ROWS, mass += VL)
+    store(mass, load(mass) + exp(load(s) * scale - m_i) * factor);
 }
 
 // m and 1 / z of the rows, with which a row that does not count adds 0.
@@ -43,11 +37,10 @@ void add_block(const Item &item, Block &block, int n, float *mass) {
   read_rows(plan, item.b, P, m, factor);
   for (int v = 0; v < P.vectors; v++) store(top + v * VL, splat(-INFINITY));
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++) {
-    const int v0 = run->v0 * VL;
-    score_run(item, P, block, sight.data, *run, item.q(n), top);
-    BY_VECTORS(run->v1 - run->v0, add_masses, item.scores() + run->j0 * ROWS + v0,
-               run->j1 - run->j0, m + v0, factor + v0, plan.raw ? plan.scale : 1.f,
-               mass + run->j0 * VL)
+    score_run<PAIRED<T>>(item, P, block, sight.data, *run, item.q(n), top);
+    for (int v = run->v0; v < run->v1; v++)
+      add_masses(item.scores() + run->j0 * ROWS + v * VL, run->j1 - run->j0, load(m + v * VL),
+                 load(factor + v * VL), plan.raw ? plan.scale : 1.f, mass + run->j0 * VL);
   }
 }
 
@@ -81,12 +74,8 @@ void run_mass_item(const Plan &plan, int64_t number, float *workspace) {
       const float *lanes = masses + g * FLOATS + (j - start) * VL;
       float sum = 0;
       for (int r = 0; r < VL; r++) sum += lanes[r];
-      c.key_mass[((head / c.Hkv * c.H) + head % c.Hkv * plan.G + g) * c.S + j] = sum;
+      c.key_mass[((head / c.Hkv * c.H) + head % c.Hkv * plan.G + g) * plan.S_stored + j] = sum;
     }
-}
-
-void run_mass(const Plan &plan, int64_t number, float *workspace) {
-  BY_DTYPE(run_mass_item, plan, number, workspace)
 }
 
 }  // namespace

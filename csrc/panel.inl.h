@@ -48,7 +48,7 @@ NOINLINE void place_rows(const Plan &plan, int64_t kv, int64_t number, Panel &P)
 
 // Where a row stands in m, z and the statistics.
 INLINE int64_t row_number(const Plan &plan, int64_t b, Place row) {
-  return (b * plan.call->H + row.h) * plan.call->L + row.i;
+  return (b * plan.call->H + row.h) * plan.L_stored + row.i;
 }
 
 // The keys that each row sees by its position, and per vector those that some and that all see.

@@ -26,11 +26,11 @@ INLINE vi blocked_by_position(const Panel &P, int v, vi j) {
 
 // Step 1, the product. `last` says that nothing else is done to the scores: then also the keys that
 // a row does not see by its position, and step 2.
-template <int KEYS, int N>
-INLINE void score_tile(Rows K, const float *q, int D, const Panel &P, int v0, int n, bool last,
+template <bool PAIRS, int KEYS, int N>
+INLINE void score_tile(Rows K, const float *q, int words, const Panel &P, int v0, int n, bool last,
                        bool cut, float *s, vf (&top)[N]) {
   vf s_ij[KEYS][N];
-  dot<KEYS, N>(K, q, D, s_ij);
+  dot<PAIRS, KEYS, N>(K, q, words, s_ij);
   if (last && cut)
     UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++)
       s_ij[j][v] = blocked_by_position(P, v0 + v, splat(n + j)) ? splat(-INFINITY) : s_ij[j][v];
@@ -40,19 +40,19 @@ INLINE void score_tile(Rows K, const float *q, int D, const Panel &P, int v0, in
   }
 }
 
-template <int N>
-NOINLINE void scores(Rows K, const float *q, int D, const Panel &P, const Run &run, int n0,
+template <bool PAIRS, int N>
+NOINLINE void scores(Rows K, const float *q, int words, const Panel &P, const Run &run, int n0,
                      bool last, float *s, float *m) {
   vf top[N];
   UNROLL for (int v = 0; v < N; v++) top[v] = load(m + v * VL);
   int j = run.j0;
   if (N == 1)
     for (; j + TILE1 <= run.j1; j += TILE1)
-      score_tile<TILE1, N>({K.at + j * K.stride, K.stride}, q, D, P, run.v0, n0 + j, last, run.cut,
-                           s + j * ROWS, top);
+      score_tile<PAIRS, TILE1, N>({K.at + j * K.stride, K.stride}, q, words, P, run.v0, n0 + j, last,
+                                  run.cut, s + j * ROWS, top);
   for (; j < run.j1; j += TILE)
-    score_tile<TILE, N>({K.at + j * K.stride, K.stride}, q, D, P, run.v0, n0 + j, last, run.cut,
-                        s + j * ROWS, top);
+    score_tile<PAIRS, TILE, N>({K.at + j * K.stride, K.stride}, q, words, P, run.v0, n0 + j, last,
+                               run.cut, s + j * ROWS, top);
   UNROLL for (int v = 0; v < N; v++) store(m + v * VL, top[v]);
 }
 
@@ -104,33 +104,43 @@ NOINLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, co
   }
 }
 
-// Steps 3 and 4, with the sums that statistics want. base is m, and 0 for a row that has seen nothing.
-template <int N, int WANTED>
-NOINLINE void exponentials(float *s, int keys, const float *base, float exponent, const int32_t *own,
-                           int n, Sums &sums, int v0) {
-  float *l = sums.l + v0, *entropy = sums.entropy + v0, *distance = sums.distance + v0;
-  vf m_i[N], l_i[N], e_i[N], d_i[N];
-  vi own_i[N];
-  UNROLL for (int v = 0; v < N; v++) {
-    m_i[v] = load(base + v * VL);
-    l_i[v] = load(l + v * VL);
-    if (WANTED & ENTROPY) e_i[v] = load(entropy + v * VL);
-    if (WANTED & DISTANCE) d_i[v] = load(distance + v * VL), own_i[v] = load(own + v * VL) - n;
+// Steps 3 and 4 of one vector: p_ij, and the sums that statistics want.
+template <int WANTED>
+INLINE vf weight(vf s_ij, vf base, float exponent, vi apart, vf &l, vf &entropy, vf &distance) {
+  const vf log_p = vmax(splat(EXP2_LEAST), (s_ij - base) * exponent);
+  const vf p_ij = exp2_from_least(log_p);
+  l += p_ij;
+  if (WANTED & ENTROPY) entropy += p_ij * log_p;  // 0 * EXP2_LEAST where blocked
+  if (WANTED & DISTANCE) distance += p_ij * magnitude(apart);
+  return p_ij;
+}
+
+// Steps 3 and 4 of a run: scores become p, as words for `weigh`, from the start of the run on. base
+// is m, and 0 for a row that has seen nothing; own counts from the first of the keys.
+template <bool PAIRS, int N, int WANTED>
+NOINLINE void exponentials(float *s, int keys, const float *base, float exponent, const vi *own,
+                           Sums *sums) {
+  vf b[N], l[N], e[N], d[N], used[N];
+  UNROLL for (int v = 0; v < N; v++)
+    b[v] = load(base + v * VL), l[v] = sums[v].l, e[v] = sums[v].entropy, d[v] = sums[v].distance,
+    used[v] = sums[v].used;
+  const auto p = [&](int j, int v) __attribute__((always_inline)) {
+    const vf s_ij = load(s + j * ROWS + v * VL);
+    return weight<WANTED>(s_ij, b[v], exponent, own[v] - j, l[v], e[v], d[v]);
+  };
+  if constexpr (!PAIRS) {
+    for (int j = 0; j < keys; j++)
+      UNROLL for (int v = 0; v < N; v++) store(s + j * ROWS + v * VL, p(j, v));
+  } else {
+    for (int j = 0; j < keys; j += 2)
+      UNROLL for (int v = 0; v < N; v++) {
+        const vf first = p(j, v), second = j + 1 < keys ? p(j + 1, v) : vf{};
+        const vf word = pair_of<PAIRS>(first, second);
+        used[v] = add_product<PAIRS>(used[v], word, pair_of<PAIRS>(splat(1.f), splat(1.f)));
+        store(s + j / 2 * ROWS + v * VL, word);
+      }
   }
-  for (int j = 0; j < keys; j++, s += ROWS)
-    UNROLL for (int v = 0; v < N; v++) {
-      const vf log_p = vmax(splat(EXP2_LEAST), (load(s + v * VL) - m_i[v]) * exponent);
-      const vf p_ij = exp2_from_least(log_p);
-      store(s + v * VL, p_ij);
-      l_i[v] += p_ij;
-      if (WANTED & ENTROPY) e_i[v] += p_ij * log_p;  // 0 * EXP2_LEAST where blocked
-      if (WANTED & DISTANCE) d_i[v] += p_ij * magnitude(own_i[v] - j);
-    }
-  UNROLL for (int v = 0; v < N; v++) {
-    store(l + v * VL, l_i[v]);
-    if (WANTED & ENTROPY) store(entropy + v * VL, e_i[v]);
-    if (WANTED & DISTANCE) store(distance + v * VL, d_i[v]);
-  }
+  UNROLL for (int v = 0; v < N; v++) sums[v] = {l[v], used[v], e[v], d[v]};
 }
 
 }  // namespace

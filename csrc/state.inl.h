@@ -2,6 +2,7 @@
 //
 //   m         the greatest score                     sums of p_ij = exp2((s_ij - m_i) * exponent):
 //   l         sum_j p_ij; l_lost is what rounding took from it
+//   used      sum_j of the p_ij that the values were weighed with, where these are rounded to pairs
 //   entropy   sum_j p_ij log2 p_ij
 //   distance  sum_j p_ij |own(i) - j|
 //
@@ -11,10 +12,15 @@
 namespace {
 
 struct State {
-  vf m, l, l_lost, entropy, distance;
+  vf m, l, l_lost, used, entropy, distance;
 };
 
-const State NOTHING = {-INFINITY - vf{}, {}, {}, {}, {}};
+const State NOTHING = {-INFINITY - vf{}, {}, {}, {}, {}, {}};
+
+// The sums over one block, whose p count from the m that it ends with.
+struct Sums {
+  vf l, used, entropy, distance;
+};
 
 // What becomes of older p when m moves.
 struct Move {
@@ -37,12 +43,12 @@ INLINE vf add_exactly(vf old, vf more, vf &l) {
   return (old - (l - part)) + (more - part);
 }
 
-// Adds the sums of a block, whose p count from m.
-INLINE void add_sums(State &T, vf m, const Move &old, vf l, vf entropy, vf distance) {
+INLINE void add_sums(State &T, vf m, const Move &old, const Sums &sums) {
   T.m = m;
-  T.entropy = (T.entropy + old.shift * T.l) * old.a + entropy;
-  T.distance = T.distance * old.a + distance;
-  const vf lost = add_exactly(rounded(T.l * old.a), l, T.l);
+  T.used = T.used * old.a + sums.used;
+  T.entropy = (T.entropy + old.shift * T.l) * old.a + sums.entropy;
+  T.distance = T.distance * old.a + sums.distance;
+  const vf lost = add_exactly(rounded(T.l * old.a), sums.l, T.l);
   T.l_lost = T.l_lost * old.a + lost;
 }
 
@@ -52,6 +58,7 @@ INLINE void join(State &T, const State &P, float exponent, vf &a, vf &c) {
   const vf m = vmax(T.m, P.m), base = base_of(m);
   const Move old = move(T.m, base, exponent), more = move(P.m, base, exponent);
   a = old.a, c = more.a;
+  T.used = T.used * a + rounded(P.used * c);
   T.entropy = (T.entropy + old.shift * T.l) * a + rounded((P.entropy + more.shift * P.l) * c);
   T.distance = T.distance * a + rounded(P.distance * c);
   const vf lost = add_exactly(rounded(T.l * a), rounded(P.l * c), T.l);

@@ -21,11 +21,6 @@ struct Statistics {
   int32_t top_key[CLEARHEAD_MAX_TOP_K][ROWS];
 };
 
-// The sums of one block.
-struct Sums {
-  alignas(64) float l[ROWS], entropy[ROWS], distance[ROWS];
-};
-
 NOINLINE void start_statistics(const clearhead_call &c, int64_t b, const Panel &P, Statistics &X) {
   const bool wanted[MARKED] = {c.first_mass != nullptr, c.previous_mass != nullptr,
                                c.self_mass != nullptr};
@@ -78,8 +73,8 @@ NOINLINE void take_top(const Run &run, int n0, const float *s, int top_k, Statis
     }
 }
 
-// What is known of a vector of rows when its keys have passed: w = exp2((s - m) * exponent) * factor,
-// log w = log(exp(s - m)) + log_factor.
+// What is known of a vector of rows when its keys have passed:
+// w = exp2((s - m) * exponent) * factor, log w = log(exp(s - m)) + log_factor.
 struct Ended {
   vf factor, log_factor;
   vi empty;

@@ -24,7 +24,7 @@ INLINE void rows_to_lanes(const T *const *row, int64_t d, int n, float *to) {
 }
 
 template <class T>
-NOINLINE void pack_rows(const T *const *row, float *to, int D) {
+NOINLINE void pack_query(const T *const *row, float *to, int D) {
   for (int d = 0; d < D; d += VL) rows_to_lanes(row, d, D - d, to + d * ROWS);
 }
 
@@ -67,7 +67,7 @@ INLINE bool in_place(const T *, int64_t, int, int) {
 // Rows j of a tensor as float32: in place if they are that, dense, and whole register tiles (a tile
 // reads whatever stands behind the last row of a copy, and its sums are thrown away).
 template <class T>
-INLINE Rows float_rows(const T *from, int64_t stride, int n, int D, float *copy) {
+INLINE Rows key_rows(const T *from, int64_t stride, int n, int D, float *copy) {
   if (in_place(from, stride, n, D)) return {reinterpret_cast<const float *>(from), stride};
   copy_rows(from, stride, n, D, copy);
   return {copy, D};
@@ -99,6 +99,16 @@ NOINLINE void copy_finite(Rows V, int n, int Dv, float *to) {
     }
     for (; d < Dv; d++) to[d] = v_j[d] * 0.f == 0.f ? v_j[d] : 0.f;
   }
+}
+
+// Rows j of the values as float32, with 0 for what is not finite.
+template <class T>
+INLINE Rows value_rows(const T *from, int64_t stride, int n, int Dv, float *copy, bool &finite) {
+  const Rows V = key_rows(from, stride, n, Dv, copy);
+  finite = all_finite(V, n, Dv);
+  if (finite) return V;
+  copy_finite(V, n, Dv, copy);
+  return {copy, Dv};
 }
 
 // Keys [j0, j1) of VL rows of a dense tensor; at[r] is where key 0 of row r stands.

@@ -1,6 +1,6 @@
 // The vocabulary of kernels for any processor: four lanes, by the compiler's own vectors.
 //
-// Another instruction set is another file with these names, 8 bytes of table in dispatch.cpp, and
+// Another instruction set is another file with these names, a line of table in dispatch.cpp, and
 // an isa_*.cpp. What is the same for all of them is in lanes.inl.h.
 #pragma once
 

@@ -19,7 +19,11 @@ from clearhead.testing import CASES, Case, assert_within_budget, check, plain
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = {case.name: case for case in CASES}
-HAVE = ("generic", "avx2", "avx512") if platform.machine() in ("x86_64", "AMD64") else ("generic",)
+HAVE = (
+    ("generic", "avx2", "avx512", "avx512bf16")
+    if platform.machine() in ("x86_64", "AMD64")
+    else ("generic",)
+)
 CLAIMED = [
     case.name
     for case in CASES

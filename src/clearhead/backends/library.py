@@ -108,7 +108,8 @@ def _isa(library: ctypes.CDLL) -> str:
             "any, and without the variable the best one is taken"
         )
     raise ValueError(
-        f'CLEARHEAD_ISA is "{wanted}"; it must be "generic", "avx2" or "avx512", or not be set'
+        f'CLEARHEAD_ISA is "{wanted}"; it must be "generic", "avx2", "avx512", "avx512bf16" or, on '
+        'AArch64, "neon", or not be set'
     )
 
 

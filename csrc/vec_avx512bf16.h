@@ -1,0 +1,24 @@
+// The vocabulary of AVX-512 with BF16: that of AVX-512, and products of bfloat16 by pairs.
+#pragma once
+
+#include "vec_avx512.h"
+
+namespace {
+
+template <>
+constexpr bool PAIRED<bfloat16> = true;
+
+template <>
+INLINE vf add_product<true>(vf sum, vf x, vf y) {
+  return vf(_mm512_dpbf16_ps(__m512(sum), __m512bh(x), __m512bh(y)));
+}
+
+template <>
+INLINE vf pair_of<true>(vf first, vf second) {
+  const vw halves = vw(_mm512_cvtne2ps_pbh(__m512(second), __m512(first)));
+  return vf(__builtin_shuffle(halves, vw{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15,
+                                         31}));
+}
+
+}  // namespace
