@@ -60,9 +60,11 @@ RULES = {
     "functional": Rule(ours=("backends", "arguments", "explanation", *CALL)),
     # from_heads, to_heads and from_torch are doors to convert, which itself knows the module.
     "module": Rule(
-        ours=("functional", "results", "positions", "cache"), late=("convert", "textbook")
+        ours=("functional", "results", "positions", "cache"),
+        late=("convert", "surgery", "textbook"),
     ),
     "convert": Rule(ours=("module", "functional", *GROUND)),
+    "surgery": Rule(ours=("module", *GROUND)),
     "compat": Rule(ours=("module", "functional", *GROUND)),
     "parallel": Rule(ours=("module", "functional", *GROUND)),
     "hf": Rule(ours=("smollm", "module", "functional", *GROUND), theirs=MODELS),
