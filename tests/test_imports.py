@@ -71,6 +71,7 @@ RULES = {
     "smollm": Rule(theirs=MODELS),
     "inspection": Rule(ours=("inspection", "module", "functional", *GROUND)),
     "inspection.*": Rule(ours=("inspection", "module", "functional", *GROUND)),
+    "inspection.trace": Rule(ours=("inspection", "convert", "module", "functional", *GROUND)),
     "inspection.record": Rule(ours=("inspection", *GROUND), theirs=("torch", "safetensors")),
     "view": Rule(ours=("view",), theirs=("rich",)),
     "view.*": Rule(ours=("view",), theirs=("rich",)),

@@ -30,8 +30,8 @@ def head_importance(
     layers = {p: m for p, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
     if not layers:
         raise ValueError(
-            f"head_importance: {type(model).__name__} holds no MultiHeadAttention; for other models "
-            "watch(ablate=...) shows what a head is worth"
+            f"head_importance: {type(model).__name__} holds no MultiHeadAttention; for other "
+            "models watch(ablate=...) shows what a head is worth"
         )
     masks = {}
     for path, layer in layers.items():
