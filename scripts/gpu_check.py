@@ -21,7 +21,7 @@ from torch import Tensor
 
 from clearhead import attention, explain
 from clearhead.backends import BACKENDS
-from clearhead.testing import CASES, Case, check
+from clearhead.testing import CASES, Case, check, check_statistics
 
 # FlexAttention wants head sizes of 16 and more; the table's are small, so these grow with it.
 REAL = {
@@ -92,6 +92,7 @@ def entry(case: Case, backend: str, dtype: torch.dtype) -> str:
         try:
             report = check(case, dtype=dtype, device="cuda", backend=backend, gradients=gradients,
                            aux=aux)  # fmt: skip
+            report |= check_statistics(case, dtype=dtype, device="cuda", backend=backend)
         except Exception as error:  # a table of all failures says more than the first of them
             return f"FAIL {type(error).__name__}: {str(error).splitlines()[0][:60]}"
         return f"{max(report.values()):.2f}" + ("" if gradients else " forward")

@@ -1,5 +1,6 @@
 """scripts/gpu_check.py: what it says without a device, and that it judges CPU-made cases right."""
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -31,12 +32,17 @@ def test_it_says_plainly_that_there_is_no_device():
     assert run.stdout.strip() == "gpu_check: there is no CUDA device here, so nothing was checked"
 
 
+def on_cpu(judge, *arguments, **options):
+    return judge(*arguments, **{**options, "device": "cpu"})
+
+
 def test_it_reports_a_share_a_refusal_and_a_failure(monkeypatch):
     """Its judgement of one case and backend, with the moves to the device left out."""
     script = load()
     monkeypatch.setattr(script, "to_cuda", lambda value, gradients: value)
-    real = script.check
-    monkeypatch.setattr(script, "check", lambda *a, **k: real(*a, **{**k, "device": "cpu"}))
+    for name in ("check", "check_statistics"):
+        real = functools.partial(on_cpu, getattr(script, name))
+        monkeypatch.setattr(script, name, real)
     plain = CASES[0]
     assert 0 <= float(script.entry(plain, "chunked", torch.float32)) <= 1
     softcap = next(case for case in CASES if case.name == "softcap")

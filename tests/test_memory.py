@@ -3,16 +3,18 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import clearhead
+from clearhead import AuxRequest
 
 LIMIT_MB = 300
 PROGRAM = """
 import resource, sys, torch
-from clearhead import attention
+from clearhead import AuxRequest, attention
 
 def all_scores(query, key, value, **rules):
     return torch.softmax(query @ key.mT / 8, -1) @ value
@@ -20,7 +22,11 @@ def all_scores(query, key, value, **rules):
 torch.manual_seed(0)
 torch.set_num_threads(1)  # two that spin on busy cores would take minutes
 name, rules = sys.argv[1], eval(sys.argv[2])
-attend = all_scores if name == "all scores" else lambda *t, **r: attention(*t, **r, backend=name)
+def only_out(*tensors, **rules):
+    out = attention(*tensors, **rules, backend=name)
+    return out[0] if isinstance(out, tuple) else out
+
+attend = all_scores if name == "all scores" else only_out
 B, H, L, D = 1, 12, 4096, 64
 q, k, v = (torch.randn(B, H, L, D, requires_grad=True) for _ in range(3))
 grad = torch.randn(B, H, L, D)
@@ -51,6 +57,19 @@ def extra_mb(backend, rules):
 @pytest.mark.parametrize("rules", [{}, {"is_causal": True}, {"dropout_p": 0.1}], ids=str)
 def test_forward_and_backward_of_4096_tokens_stay_under_300_mb(rules):
     assert extra_mb("chunked", rules) < LIMIT_MB
+
+
+EVERY_STATISTIC = AuxRequest(
+    lse=True, max_logit=True, entropy=True, top_k=8, key_mass=True, first_mass=True,
+    previous_mass=True, self_mass=True, distance=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("request_", [EVERY_STATISTIC, replace(EVERY_STATISTIC, reduce="head")],
+                         ids=["rows", "heads"])  # fmt: skip
+def test_statistics_of_4096_tokens_stay_under_300_mb(request_):
+    """Never a number per row and key, not even for key_mass and top_k."""
+    assert extra_mb("chunked", {"is_causal": True, "return_aux": request_}) < LIMIT_MB
 
 
 def test_the_measurement_notices_all_scores_at_once():

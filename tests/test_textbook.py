@@ -12,6 +12,7 @@ from clearhead import (
     SelfAttention,
     attention_by_definition,
 )
+from clearhead.textbook import statistics_by_definition
 
 E, D, H, L = 7, 3, 5, 11
 
@@ -187,3 +188,49 @@ def test_an_empty_row_passes_no_gradient():
     (grad,) = torch.autograd.grad(out.sum(), query)
     assert grad[0, 0, 0].item() == 0.0
     assert grad[0, 0, 1].item() != 0.0
+
+
+# -- the statistics, by hand ----------------------------------------------------------------------
+
+
+def test_statistics_by_hand():
+    """Three rows over four keys, of which key 0 is padding; own keys are 1, 2 and 3."""
+    weights = torch.tensor([[[[0, 1, 0, 0], [0, 0.25, 0.75, 0], [0, 0.25, 0.5, 0.25]]]])
+    lse = torch.tensor([[[math.log(2), 0, math.log(4)]]])
+    key_mask = torch.tensor([[False, True, True, True]])
+    found = statistics_by_definition(weights, lse, weights > 0, key_mask=key_mask, top_k=3)
+    expected = {
+        "max_logit": [math.log(2), math.log(0.75), math.log(2)],
+        "entropy": [0, 0.25 * math.log(4) - 0.75 * math.log(0.75), math.log(2) + 0.5 * math.log(2)],
+        "first_mass": [1, 0.25, 0.25],
+        "previous_mass": [0, 0.25, 0.5],
+        "self_mass": [1, 0.75, 0.25],
+        "distance": [0, 0.25, 0.5 + 2 * 0.25],
+        "key_mass": [0, 1.5, 1.25, 0.25],
+        "top_weights": [1, 0, 0, 0.75, 0.25, 0, 0.5, 0.25, 0.25],
+        "top_keys": [1, -1, -1, 2, 1, -1, 2, 1, 3],
+    }
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].flatten().tolist() == pytest.approx(values), name
+
+
+def test_statistics_of_a_row_that_sees_nothing():
+    found = statistics_by_definition(
+        torch.zeros(1, 1, 1, 2),
+        torch.full((1, 1, 1), -math.inf),
+        torch.zeros(1, 1, 1, 2).bool(),
+        top_k=1,
+    )
+    assert float(found.pop("max_logit")) == -math.inf and int(found.pop("top_keys")) == -1
+    assert not any(bool(tensor.any()) for tensor in found.values())
+
+
+def test_the_first_key_is_of_the_rows_own_document():
+    weights = torch.tensor([[[[1, 0, 0], [0, 0.5, 0], [0, 0.5, 0.25]]]])  # a sink takes the rest
+    documents = torch.tensor([[4, 9, 9]])
+    found = statistics_by_definition(
+        weights, torch.zeros(1, 1, 3), weights > 0, documents=documents
+    )
+    assert found["first_mass"].flatten().tolist() == [1, 0.5, 0.5]
+    assert found["self_mass"].flatten().tolist() == [1, 0.5, 0.25]

@@ -42,8 +42,8 @@ def make_problem(
     Under autocast query, key and value take its dtype first, as they do for torch's own attention.
 
     Raises:
-        ValueError: a size or a number does not fit; TypeError: a wrong kind of argument or dtype;
-        NotImplementedError: a statistic of a later version. Each says what it got and needs.
+        ValueError: a size or a number does not fit; TypeError: a wrong kind of argument or dtype.
+        Each says what it got and needs.
     """
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value)

@@ -96,7 +96,7 @@ def attention(
         sinks: (H,) logits that take part in the softmax and carry no value.
         alibi_slopes: (H,) or (B, H), ALiBi (Press et al. 2022), on both sides of the own key.
         head_mask: (H,) or (B, H), multiplies each head's output.
-        deterministic: the same bits for a row however its prompt was cut into calls.
+        deterministic: the same bits for a row (and its lse) however its prompt was cut into calls.
         backend: "auto" for the fastest that is right, or a name that `explain` lists.
         return_aux: an AuxRequest, to get (out, aux): lse, statistics of the weights, the weights.
 

@@ -148,6 +148,13 @@ class Problem:
             sees.append(part.any(-1).expand(self.B, self.H, rows))
         return query | torch.cat(sees, -1)
 
+    def detached(self) -> "Problem":
+        """The same call, through which no gradient flows."""
+        names = ("query", "key", "value", "float_mask", "bias", "sinks", "alibi_slopes")
+        tensors = {name: getattr(self, name) for name in names}
+        cut_off = {name: t.detach() for name, t in tensors.items() if t is not None}
+        return dataclasses.replace(self, **cut_off)
+
     def tamed(self) -> "Problem":
         """The same call with 0 in place of every wild number."""
         query, key, value = (

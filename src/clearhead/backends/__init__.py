@@ -89,21 +89,30 @@ def run(problem: Problem, name: str = "auto") -> tuple[Tensor, Aux]:
 
 def lacks(problem: Problem, backend: ModuleType) -> list[str]:
     """What a call asks for beside its output that the backend does not give."""
+    asked = problem.aux.asked
+    if not asked:
+        return []
     given = backend.gives(problem)
     if problem.aux.reduce is not None and problem.padded_rows is not None:
         given = given - {"key_mass"}  # it would sum the padded rows too
-    return [name for name in problem.aux.asked if name not in given]
+    return [name for name in asked if name not in given]
 
 
 def helper(problem: Problem, backend: ModuleType) -> tuple[ModuleType, Problem]:
-    """The fastest backend that gives all that this one lacks, and the call that it gets: without
-    values or dropout, and under reduce with padded rows that see no key."""
-    asks = dataclasses.replace(problem.aux.only(lacks(problem, backend)), reduce=None)
-    seen = problem if problem.aux.reduce is None else problem.without_padded_rows()
+    """The backend that gives all that this one lacks, and the call that it gets: without values or
+    dropout, without gradients unless lse or weights need them, and under reduce with padded rows
+    that see no key."""
+    names = lacks(problem, backend)
+    beside = problem
+    if problem.aux.reduce is not None:
+        beside = beside.without_padded_rows()
+    if problem.aux.reduce is not None or not {"lse", "weights"} & set(names):
+        beside = beside.detached()
+    asks = dataclasses.replace(problem.aux.only(names), reduce=None)
     value = problem.key.new_zeros(problem.B, problem.Hkv, problem.S, 1)
-    beside = dataclasses.replace(seen, value=value, dropout_p=0.0, aux=asks)
+    beside = dataclasses.replace(beside, value=value, dropout_p=0.0, aux=asks)
     for other in preference(beside):
-        if not lacks(beside, other) and other.why_not(beside) is None and other is not chunked:
+        if other is not chunked and not lacks(beside, other) and other.why_not(beside) is None:
             return other, beside
     # Only chunked can do without even one value.
     return chunked, dataclasses.replace(beside, value=value[..., :0])

@@ -30,13 +30,13 @@ LOG_ZERO = -1000.0
 
 def statistics(problem: Problem, offered: Sequence[str] = STATISTICS) -> Aux:
     """What problem.aux asks for of what is offered; nothing of it carries gradients."""
-    p = problem
-    names = [name for name in p.aux.asked if name in offered]
+    names = [name for name in problem.aux.asked if name in offered]
     if not names:
         return Aux()
-    query, key, _, *others = (None if t is None else t.detach() for t in p.differentiable)
+    p = problem.detached()
+    added = (p.float_mask, p.bias, p.sinks, p.alibi_slopes)
     rules = (p.mask, p.key_mask, p.doc_q, p.doc_k, p.left, p.right, p.scale, p.softcap)
-    return _named(names, measure(query, key, *others, *rules, ",".join(names), p.aux.top_k))
+    return _named(names, measure(p.query, p.key, *added, *rules, ",".join(names), p.aux.top_k))
 
 
 def dense_statistics(problem: Problem) -> Aux:

@@ -126,9 +126,17 @@ ERRORS: tuple[Error, ...] = (
           "this call with chunked"),
     Error("aux as a bool", _with(return_aux=True), TypeError,
           "attention: return_aux is a bool; it must be an AuxRequest, such as AuxRequest(lse=True)"),
-    Error("a later statistic", _with(return_aux=AuxRequest(entropy=True, top_k=3)),
-          NotImplementedError, "attention: entropy, top_k will come with a later version; this one "
-          "returns lse and weights, and the others can be computed from the weights"),
+    Error("top_k as a float", _with(return_aux=AuxRequest(top_k=2.0)), TypeError,  # type: ignore[arg-type]
+          "attention: top_k is 2.0; it must be how many weights per row to return, an int"),
+    Error("top_k as a bool", _with(return_aux=AuxRequest(top_k=True)), TypeError,
+          "attention: top_k is True; it must be how many weights per row to return, an int"),
+    Error("top_k negative", _with(return_aux=AuxRequest(top_k=-1)), ValueError,
+          "attention: top_k is -1; it must be 1 or more, or 0 for none"),
+    Error("an unknown reduction", _with(return_aux=AuxRequest(entropy=True, reduce="mean")), ValueError,
+          "attention: reduce is 'mean'; it must be \"head\", or None for every row"),
+    Error("reduced weights", _with(return_aux=AuxRequest(weights=True, reduce="head")), ValueError,
+          "attention: weights have no summary per head; ask for them without reduce, or for "
+          "key_mass, their sum over the rows"),
     Error("packed rows with a batch", lambda: varlen_attention(
           _q(), _q(), _q(), torch.tensor([0]), torch.tensor([0])), ValueError,
           "varlen_attention: query has shape (2, 4, 5, 8); it must have three axes, (total rows, "
