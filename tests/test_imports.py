@@ -64,9 +64,11 @@ RULES = {
     "functional": Rule(ours=("backends", "arguments", "kinds", "explanation", *CALL)),
     # from_heads, to_heads and from_torch are doors to convert, which itself knows the module.
     "module": Rule(
-        ours=("functional", "results", "positions", "cache"), late=("convert", "textbook")
+        ours=("functional", "results", "positions", "cache"),
+        late=("convert", "surgery", "textbook"),
     ),
     "convert": Rule(ours=("module", "functional", *GROUND)),
+    "surgery": Rule(ours=("module", *GROUND)),
     "compat": Rule(ours=("module", "functional", *GROUND)),
     "parallel": Rule(ours=("module", "functional", *GROUND)),
     "hf": Rule(ours=("hf",), theirs=()),
@@ -74,6 +76,7 @@ RULES = {
     "smollm": Rule(theirs=MODELS),
     "inspection": Rule(ours=("inspection", "module", "functional", *GROUND)),
     "inspection.*": Rule(ours=("inspection", "module", "functional", *GROUND)),
+    "inspection.trace": Rule(ours=("inspection", "convert", "module", "functional", *GROUND)),
     "inspection.record": Rule(ours=("inspection", *GROUND), theirs=("torch", "safetensors")),
     # What can be shown has a door to the page that shows it.
     "inspection.steps": Rule(ours=("inspection", "module", *GROUND), late=("view.page",)),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from clearhead import AuxRequest
 from clearhead.inspection.trace import trace, worked_example
 from clearhead.module import MultiHeadAttention
 from clearhead.textbook import MultiHeadAttentionWrapper
@@ -193,24 +194,50 @@ OPTIONS = {
     "value_head_dim": {"value_head_dim": 4},
     "is_causal": {"is_causal": False},
     "sliding_window": {"sliding_window": 2},
+    "window to both sides": {"sliding_window": 2, "is_causal": False},
     "scale": {"scale": 0.3},
     "qk_norm": {"qk_norm": "rms"},
     "softcap": {"softcap": 5.0},
     "sinks": {"sinks": True},
     "alibi": {"alibi": True},
-    "W_gate": {"gate": True},
-    "is_causal, context_dim": {"is_causal": False, "context_dim": 4},
+    "gate": {"gate": True},
+    "all": {"num_kv_heads": 1, "value_head_dim": 4, "sliding_window": 3, "scale": 0.7,
+            "qk_norm": "layer", "softcap": 2.0, "sinks": True, "alibi": True, "gate": True,
+            "qkv_bias": True},
+}  # fmt: skip
+REFUSED = {
+    "context_dim": {"is_causal": False, "context_dim": 4},
     "dropout while training": {"dropout": 0.5},
 }
 
 
 @pytest.mark.parametrize("named", OPTIONS)
-def test_options_without_a_step_are_named(named, x):
+def test_every_option_shows_in_the_steps_and_their_numbers(named, x):
     module = MultiHeadAttention(7, 3, 2, **OPTIONS[named])
-    with pytest.raises(NotImplementedError) as error:
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    out, aux = module(x, return_aux=AuxRequest(weights=True))
+    steps = by_name(trace(module, x))
+    assert_close(steps["weights"].values, aux.weights.detach(), atol=2e-6, rtol=2e-6)
+    assert_close(steps["output"].values, out.detach(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"batch_first": True}])
+def test_torch_s_module_is_traced(options, x):
+    mha = torch.nn.MultiheadAttention(7 * 2, 2, **options).eval()
+    x = torch.cat([x, x], -1)
+    out, weights = mha(x, x, x, average_attn_weights=False)
+    steps = by_name(trace(mha, x))
+    assert_close(steps["weights"].values, weights.detach(), atol=2e-6, rtol=2e-6)
+    assert_close(steps["output"].values, out.detach(), atol=2e-6, rtol=2e-6)
+    assert "masked" not in steps
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_options_without_a_step_are_named(named, x):
+    module = MultiHeadAttention(7, 3, 2, **REFUSED[named])
+    with pytest.raises(NotImplementedError, match=f"^trace: the steps have no {named}; trace a"):
         trace(module, x)
-    found = str(error.value).removeprefix("trace: the textbook's steps have no ").split(";")[0]
-    assert sorted(found.split(", ")) == sorted(named.split(", "))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +260,7 @@ def test_every_option_of_the_module_is_followed_or_refused(x):
     """A new option must not be drawn as if it were not there."""
     known = {"self", "input_dim", "head_dim", "num_heads", "device", "dtype", "rope"}
     known |= {"qkv_bias", "out_bias", "output_dim", "backend"}
-    known |= {name for options in OPTIONS.values() for name in options}
+    known |= {name for table in (OPTIONS, REFUSED) for opts in table.values() for name in opts}
     assert set(inspect.signature(MultiHeadAttention.__init__).parameters) == known
 
 

@@ -8,7 +8,9 @@ from .results import Aux, AuxRequest, Summary, TopK
 from .textbook import MultiHeadAttentionWrapper, SelfAttention, attention_by_definition
 
 if TYPE_CHECKING:
+    from .inspection.importance import head_importance
     from .inspection.record import Seen
+    from .inspection.trace import trace
     from .inspection.watch import watch
 
 __version__ = "0.1.0"
@@ -25,6 +27,8 @@ __all__ = [
     "attention",
     "attention_by_definition",
     "explain",
+    "head_importance",
+    "trace",
     "varlen_attention",
     "watch",
 ]
@@ -32,10 +36,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What looks into models is imported when it is first asked for."""
-    if name in ("Seen", "watch"):
-        from .inspection import record, watch
+    if name in ("Seen", "head_importance", "trace", "watch"):
+        from .inspection import importance, record, trace, watch
 
-        return {"Seen": record.Seen, "watch": watch.watch}[name]
+        return {
+            "Seen": record.Seen,
+            "head_importance": importance.head_importance,
+            "trace": trace.trace,
+            "watch": watch.watch,
+        }[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

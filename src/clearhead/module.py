@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +67,9 @@ class MultiHeadAttention(nn.Module):
     >>> mha(torch.randn(5, 6)).shape
     torch.Size([5, 6])
     """
+
+    # After prune_heads: how many heads there were, and which are left; their slopes stay theirs.
+    alibi_of: tuple[int, list[int]] | None = None
 
     def __init__(
         self,
@@ -202,7 +206,7 @@ class MultiHeadAttention(nn.Module):
             window=self._window(),
             softcap=self.softcap,
             sinks=self.sinks,
-            alibi_slopes=alibi_slopes(self.num_heads, x.device) if self.alibi else None,
+            alibi_slopes=self._slopes(x.device),
             backend=self.backend,
             return_aux=return_aux,
         )
@@ -221,6 +225,14 @@ class MultiHeadAttention(nn.Module):
         if norm is not None:  # in the precision of its weights, which autocast leaves alone
             blocks = norm(blocks.to(norm.weight.dtype)).to(blocks.dtype)
         return blocks.transpose(-3, -2)
+
+    def _slopes(self, device: torch.device) -> Tensor | None:
+        if not self.alibi:
+            return None
+        if self.alibi_of is None:
+            return alibi_slopes(self.num_heads, device)
+        total, heads = self.alibi_of
+        return alibi_slopes(total, device)[heads]
 
     def _window(self) -> tuple[int | None, int | None] | None:
         if self.sliding_window is None:
@@ -299,6 +311,19 @@ class MultiHeadAttention(nn.Module):
         from .convert import to_heads
 
         return to_heads(self)
+
+    def prune_heads(self, heads: Iterable[int]) -> MultiHeadAttention:
+        """A module without these heads, see `clearhead.surgery.prune_heads`; this one stays."""
+        from .surgery import prune_heads
+
+        return prune_heads(self, heads)
+
+    def merge_kv_heads(self, num_kv_heads: int) -> MultiHeadAttention:
+        """A module with so many key/value heads, each the mean of a group; see
+        `clearhead.surgery.merge_kv_heads`. This one stays."""
+        from .surgery import merge_kv_heads
+
+        return merge_kv_heads(self, num_kv_heads)
 
     @classmethod
     def from_torch(

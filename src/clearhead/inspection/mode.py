@@ -43,6 +43,8 @@ class Mode(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             why = "is a kernel of its own, whose calls watch cannot read"
             self.watch.seen.miss(self.watch.path, name, why)
+            if self.watch.modules.frame is not None:
+                self.watch.modules.frame.all += 1  # said once
         return out
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .capture import Capture, pieces
-from .trace import Step, heads_at_work, worked_example
+from .steps import Step
+from .trace import heads_at_work, worked_example
 
 MOST_TOKENS = 32  # of a text whose heads are shown in numbers
 FAITHFUL = 1e-3  # how far weights may be from softmax(q k / sqrt(D)) for those numbers to be right

@@ -5,75 +5,20 @@ the step holds, so that what is shown and what was computed cannot drift apart. 
 read from a module by `trace`; `worked_example` makes one for any sentence.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..convert import from_torch
 from ..module import MultiHeadAttention
 from ..textbook import MultiHeadAttentionWrapper
-from .steps import Steps, parameters_of
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One named step of an attention call.
-
-    Attributes:
-        name: the variable the code assigns, such as "scores".
-        title: a few words for a heading.
-        explanation: one or two sentences for a reader who is learning attention.
-        code: the Python that was executed to make the values.
-        values: the result, (rows, columns), or (H, rows, columns) where per_head.
-        axes: what each axis of values counts: "heads", "features", or places in the text, which
-            are "tokens", "queries" and "keys".
-        per_head: whether the first axis counts heads.
-        heads: into how many equal blocks of columns, one a head, a matrix that is not per_head
-            falls; 1 where its columns belong to no single head.
-        tokens: the words of the text, one for each token.
-    """
-
-    name: str
-    title: str
-    explanation: str
-    code: str
-    values: Tensor
-    axes: tuple[str, ...]
-    per_head: bool = False
-    heads: int = 1
-    tokens: tuple[str, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of values."""
-        return tuple(self.values.shape)
-
-
-class _Recorder:
-    """Executes lines of code in one small namespace and keeps what they assign."""
-
-    def __init__(self, tokens: Sequence[str], **names: Any) -> None:
-        self.tokens, self.names = tuple(tokens), {"torch": torch, "nn": nn, "math": math, **names}
-        self.steps: list[Step] = []
-
-    def step(
-        self, axes: tuple[str, ...], code: str, title: str, explanation: str, heads: int = 1
-    ) -> None:
-        """Execute code, and record the variable that its last line assigns as a Step."""
-        exec(code, self.names)
-        name = code.splitlines()[-1].split(" = ")[0]
-        values = self.names[name].detach()
-        per_head = axes[:1] == ("heads",)
-        self.steps.append(
-            Step(name, title, explanation, code, values, axes, per_head, heads, self.tokens)
-        )
+from .steps import Recorder, Step, Steps, parameters_of
 
 
 def trace(
-    module: MultiHeadAttention | MultiHeadAttentionWrapper,
+    module: MultiHeadAttention | MultiHeadAttentionWrapper | nn.MultiheadAttention,
     x: Tensor,
     tokens: Sequence[str] | None = None,
 ) -> Steps:
@@ -86,7 +31,9 @@ def trace(
     with recombined.
 
     Args:
-        module: an efficient MultiHeadAttention with the textbook's options, or a wrapper.
+        module: an efficient MultiHeadAttention, a wrapper, or torch's nn.MultiheadAttention, which
+            looks both ways. Each option that is in use shows in the line that it changes, or has a
+            step of its own (scaled, gated).
         x: one sequence (L, E), of the module's dtype and on its device.
         tokens: L words to label rows and columns with; "1", "2", ... where None.
 
@@ -97,20 +44,25 @@ def trace(
     Raises:
         ValueError: x is not (L, E) with L at least 1, or tokens are not L words.
         TypeError: module is of another class.
-        NotImplementedError: module has an option that the textbook's steps do not show.
+        NotImplementedError: module attends to a context, drops weights, or is one that from_torch
+        refuses.
 
     >>> steps = trace(MultiHeadAttentionWrapper(6, 3, 2), torch.randn(5, 6))
     >>> [step.shape for step in steps if step.name in ("scores", "context", "output")]
     [(2, 5, 5), (2, 5, 3), (5, 6)]
     """
+    if isinstance(module, nn.MultiheadAttention):
+        dropout = module.dropout if module.training else 0.0
+        module = from_torch(module)
+        module.dropout = dropout
     _check(module, x, tokens)
     words = [str(i + 1) for i in range(len(x))] if tokens is None else tokens
-    recorder = _Recorder(words, inputs=x)
+    recorder = Recorder(words, inputs=x)
     with torch.no_grad():
         recorder.step(TOKENS, "x = inputs", "The input", "One vector for each token.")
         if isinstance(module, MultiHeadAttention):
             recorder.names["module"] = module
-            _efficient(recorder, module.num_heads, module.head_dim)
+            _efficient(recorder, module.num_heads, module.head_dim, module=module)
         else:
             recorder.names["wrapper"] = module
             _plain(recorder)
@@ -158,7 +110,7 @@ def worked_example(
             raise ValueError(f"worked_example: {name} is {size}; it must be 1 or more")
 
     classes = {c.__name__: c for c in (MultiHeadAttention, MultiHeadAttentionWrapper)}
-    recorder = _Recorder(words, words=words, **sizes, **classes)
+    recorder = Recorder(words, words=words, **sizes, **classes)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         recorder.step(
@@ -199,7 +151,7 @@ def heads_at_work(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[str]) -> lis
     >>> [step.name for step in heads_at_work(*torch.randn(3, 2, 5, 4), "abcde")]
     ['q', 'k', 'v', 'scores', 'masked', 'weights', 'context']
     """
-    recorder = _Recorder(tokens, of_model={"q": q, "k": k, "v": v}, head_dim=q.shape[-1])
+    recorder = Recorder(tokens, of_model={"q": q, "k": k, "v": v}, head_dim=q.shape[-1])
     for name, (title, explanation) in {"q": QUERIES, "k": KEYS, "v": VALUES}.items():
         recorder.step(PER_TOKEN, f'{name} = of_model["{name}"]', title, explanation)
     _attend(recorder, q.shape[-1])
@@ -214,26 +166,45 @@ KEYS = "Keys", "A second matrix turns each word into a label: what can it be fou
 VALUES = "Values", "A third matrix gives what each word will hand over to those who find it."
 
 
-def _efficient(recorder: _Recorder, H: int, D: int, setup: str = "") -> None:
+def _efficient(
+    recorder: Recorder, H: int, D: int, setup: str = "", module: MultiHeadAttention | None = None
+) -> None:
     """Record the steps of `module`, which setup may make; its H heads share wide projections."""
     recorder.names.update(num_heads=H, head_dim=D)
     step = recorder.step
+    Hkv = module.num_kv_heads if module is not None else H
 
     step(TOKENS, setup + "queries = module.W_query(x)", *QUERIES, heads=H)
-    step(TOKENS, "keys = module.W_key(x)", *KEYS, heads=H)
-    step(TOKENS, "values = module.W_value(x)", *VALUES, heads=H)
+    step(TOKENS, "keys = module.W_key(x)", *KEYS, heads=Hkv)
+    step(TOKENS, "values = module.W_value(x)", *VALUES, heads=Hkv)
 
     cut = "{} = {}.view(-1, num_heads, head_dim).transpose(0, 1)"
+    q, k, v = (cut.format(*names) for names in (("q", "queries"), ("k", "keys"), ("v", "values")))
+    same, again = "The same cut.", "And once more."
+    if module is not None:
+        if module.qk_norm is not None:
+            q, k = (
+                line.replace(f"{wide}.view(-1, num_heads, head_dim)",
+                             f"module.norm_{one}({wide}.view(-1, num_heads, head_dim))")
+                for line, wide, one in ((q, "queries", "query"), (k, "keys", "key"))
+            )  # fmt: skip
+            same = "The same cut; both are brought to one length for each head."
+        if module.value_head_dim != D:
+            v = v.replace("head_dim", "module.value_head_dim")
+        if Hkv != H:
+            share = f".repeat_interleave({H // Hkv}, dim=0)"
+            k, v = (line.replace("num_heads", "module.num_kv_heads") + share for line in (k, v))
+            again = f"And once more; {H // Hkv} heads each read the same keys and values."
     step(
         PER_TOKEN,
-        cut.format("q", "queries"),
+        q,
         "Queries, split into heads",
         f"Each row is cut into pieces of {D}, one piece for each head. No number changes, only the "
         "grouping.",
     )
-    step(PER_TOKEN, cut.format("k", "keys"), "Keys, split into heads", "The same cut.")
-    step(PER_TOKEN, cut.format("v", "values"), "Values, split into heads", "And once more.")
-    _attend(recorder, D)
+    step(PER_TOKEN, k, "Keys, split into heads", same)
+    step(PER_TOKEN, v, "Values, split into heads", again)
+    _attend(recorder, D, module)
     step(
         TOKENS,
         "recombined = context.transpose(0, 1).flatten(start_dim=1)",
@@ -241,10 +212,20 @@ def _efficient(recorder: _Recorder, H: int, D: int, setup: str = "") -> None:
         "The split is undone: each word's pieces stand in one row. Again no number changes.",
         heads=H,
     )
+    if module is not None and module.W_gate is not None:
+        step(
+            TOKENS,
+            "gated = recombined * torch.sigmoid(module.W_gate(x))",
+            "A gate for every number",
+            "Each word decides by itself how much of what its heads found passes: between 0 and 1.",
+            heads=H,
+        )
+        _mix(recorder, "output = module.out_proj(gated)")
+        return
     _mix(recorder, "output = module.out_proj(recombined)")
 
 
-def _plain(recorder: _Recorder) -> None:
+def _plain(recorder: Recorder) -> None:
     """Record the steps of `wrapper`, whose heads are modules of their own."""
     wrapper = recorder.names["wrapper"]
     recorder.names.update(heads=wrapper.heads, head_dim=wrapper.heads[0].head_dim)
@@ -265,7 +246,7 @@ def _plain(recorder: _Recorder) -> None:
         _mix(recorder, "output = wrapper.out_proj(recombined)")
 
 
-def _attend(recorder: _Recorder, D: int) -> None:
+def _attend(recorder: Recorder, D: int, module: MultiHeadAttention | None = None) -> None:
     """Record q, k, v -> context, which is the same arithmetic for both modules."""
     recorder.step(
         PAIRS,
@@ -274,21 +255,47 @@ def _attend(recorder: _Recorder, D: int) -> None:
         "Row by row, a word's query meets every word's key in a dot product. The higher the score, "
         "the better they fit.",
     )
-    recorder.step(
-        PAIRS,
-        "future = torch.ones_like(scores, dtype=torch.bool).triu(diagonal=1)\n"
-        "masked = scores.masked_fill(future, -math.inf)",
-        "The future is masked",
-        "No word may look at one that comes after it: above the diagonal every score becomes "
-        "minus infinity.",
-    )
-    recorder.step(
-        PAIRS,
-        "weights = torch.softmax(masked / math.sqrt(head_dim), dim=-1)",
-        "Weights",
+    held = "scores"
+    early = module is not None and (module.scale is not None or module.softcap or module.alibi)
+    if module is not None and early:
+        held = "scaled"
+        recorder.step(PAIRS, *_scaling(recorder, module))
+    W = module.sliding_window if module is not None else None
+    if module is None or module.is_causal or W is not None:
+        masks = ["future"] if module is None or module.is_causal else []
+        code, one = "", "torch.ones_like(scores, dtype=torch.bool)"
+        if masks:
+            code = f"future = {one}.triu(diagonal=1)\n"
+        if W is not None:
+            beyond = f"{one}.tril(diagonal=-{W})"
+            beyond += "" if masks else f" | {one}.triu(diagonal={W})"
+            code, masks = code + f"far = {beyond}\n", [*masks, "far"]
+        recorder.step(
+            PAIRS,
+            f"{code}masked = {held}.masked_fill({' | '.join(masks)}, -math.inf)",
+            "The future is masked" if masks == ["future"] else "What is out of sight is masked",
+            "No word may look at one that comes after it: above the diagonal every score becomes "
+            "minus infinity."
+            if masks == ["future"]
+            else f"A word sees {W} words, itself counted"
+            + (", and none that comes after it." if "future" in masks else " to each side."),
+        )
+        held = "masked"
+    shares = held if early else f"{held} / math.sqrt(head_dim)"
+    reason = (
         f"Divided by the square root of {D}, so that they do not grow with the head, the scores go "
-        "through softmax: each row sums to 1, and the future gets exactly 0.",
+        "through softmax: each row sums to 1, and the future gets exactly 0."
     )
+    if early:
+        reason = "The scores go through softmax: each row sums to 1, and what is masked gets 0."
+    code = f"weights = torch.softmax({shares}, dim=-1)"
+    if module is not None and module.sinks is not None:
+        code = (
+            "sink = module.sinks[:, None, None].expand(-1, len(x), 1)\n"
+            f"weights = torch.softmax(torch.cat([{shares}, sink], dim=-1), dim=-1)[..., :-1]"
+        )
+        reason += " Each head has a sink besides, which takes a share and gives nothing."
+    recorder.step(PAIRS, code, "Weights", reason)
     recorder.step(
         PER_TOKEN,
         "context = weights @ v",
@@ -298,7 +305,29 @@ def _attend(recorder: _Recorder, D: int) -> None:
     )
 
 
-def _mix(recorder: _Recorder, code: str) -> None:
+def _scaling(recorder: Recorder, module: MultiHeadAttention) -> tuple[str, str, str]:
+    """What comes between scores and mask where it is not the textbook's division alone."""
+    line = "scores / math.sqrt(head_dim)" if module.scale is None else "scores * module.scale"
+    reason = "The scores are scaled, so that they do not grow with the head."
+    if module.softcap:
+        line = f"module.softcap * torch.tanh({line} / module.softcap)"
+        reason = f"Scaled, and bent so that none exceeds {module.softcap:g}."
+    if module.alibi:
+        recorder.names["slopes"] = module._slopes(recorder.names["x"].device)
+        line += " - slopes[:, None, None] * apart"
+        line = (
+            "places = torch.arange(len(x))\napart = (places[:, None] - places).abs()\n"
+            f"scaled = {line}"
+        )
+        return (
+            line,
+            "Scaled scores",
+            reason + " Each head takes off its slope for every step apart.",
+        )
+    return f"scaled = {line}", "Scaled scores", reason
+
+
+def _mix(recorder: Recorder, code: str) -> None:
     recorder.step(
         TOKENS,
         code,
@@ -314,13 +343,13 @@ def _check(
     """Raise for what `trace` cannot follow."""
     if isinstance(module, MultiHeadAttention):
         width: Any = module.input_dim
-        options = [name for name, usual in _usual(module).items() if getattr(module, name) != usual]
+        options = ["context_dim"] if module.context_dim != module.input_dim else []
         if module.training and module.dropout:
             options.append("dropout while training")
         if options:
             raise NotImplementedError(
-                f"trace: the textbook's steps have no {', '.join(options)}; a module with the "
-                "first three arguments alone can be traced"
+                f"trace: the steps have no {', '.join(options)}; trace a module without, and in "
+                "eval mode"
             )
     elif isinstance(module, MultiHeadAttentionWrapper):
         if not len(module.heads):
@@ -328,8 +357,8 @@ def _check(
         width = module.heads[0].input_dim
     else:
         raise TypeError(
-            f"trace: module is a {type(module).__name__}; it must be a MultiHeadAttention or a "
-            "MultiHeadAttentionWrapper"
+            f"trace: module is a {type(module).__name__}; it must be a MultiHeadAttention, a "
+            "MultiHeadAttentionWrapper or an nn.MultiheadAttention"
         )
     if x.dim() != 2 or len(x) == 0 or x.shape[1] != width:
         raise ValueError(
@@ -338,20 +367,3 @@ def _check(
         )
     if tokens is not None and len(tokens) != len(x):
         raise ValueError(f"trace: got {len(tokens)} tokens for {len(x)} rows of x; give one a row")
-
-
-def _usual(module: MultiHeadAttention) -> dict[str, Any]:
-    """The options that would need steps of their own, each with the value that needs none."""
-    return {
-        "num_kv_heads": module.num_heads,
-        "context_dim": module.input_dim,
-        "value_head_dim": module.head_dim,
-        "is_causal": True,
-        "sliding_window": None,
-        "scale": None,
-        "qk_norm": None,
-        "softcap": None,
-        "sinks": None,
-        "alibi": False,
-        "W_gate": None,
-    }

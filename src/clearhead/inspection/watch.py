@@ -7,10 +7,14 @@
     the outermost module returns                 the mode ends
 
 A forward that is not recorded (`every`) runs without the mode: all it pays for are the hooks.
+What torch.compile made runs as the code that it was made from, which can be seen.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import nn
 
 from ..results import AuxRequest, checked
@@ -114,6 +118,7 @@ class Watch:
         self._silent: set[str] = set()  # modules that ran, and called no attention themselves
         self._layer_modules: set[str] = set()
         self._all: Mode | None = None  # without a model
+        self._stance: Any = None  # of torch.compile
         for wanted in (*(self.layers or ()), *self.ablation.layers):
             if model is not None and isinstance(wanted, str) and not self._known(wanted):
                 raise ValueError(
@@ -124,6 +129,8 @@ class Watch:
     def __enter__(self) -> Seen:
         if self.modules.followed or self._all is not None:
             raise RuntimeError("watch: this one is already at work; call watch() again for another")
+        if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+            self._stance = torch.compiler.set_stance("force_eager")
         if self.model is None:
             self._all = Mode(self)
             self._all.__enter__()
@@ -137,6 +144,9 @@ class Watch:
         if self._all is not None:
             self._all.__exit__(None, None, None)
             self._all = None
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
         if kind is None:
             self._account()
 
