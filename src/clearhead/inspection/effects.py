@@ -25,6 +25,7 @@ from .probes import OnProgress, Probe, losses, preferences, projections, without
 from .role_table import PAIRS, Effect, RoleTable
 from .tally import located
 
+SENTENCES = 30  # for which heads are taken out; all 48 would take a third longer
 CONTROLS = 5  # sets of random heads, because one set may hold a head that matters by chance
 
 Heads = tuple[tuple[int, int], ...]
@@ -61,13 +62,14 @@ def measure_effects(
         return unmeasured(table, str(error))
 
     prose = [p for p in texts if p.half and not any(pair.rival for pair in p.pairs)]
-    again = [p for p in repeats if p.half]
+    prose, again = prose[:SENTENCES], [p for p in repeats if p.half]
     asked, choices = _questions(tokenizer)
     numbers_of = {
         "prose": lambda: _prose(model, prose),
         "repeats": lambda: {"": _mean(_again(model, again))},
         "questions": lambda: {"": preferences(model, asked, choices)},
     }
+    texts_of = {"prose": prose, "repeats": again, "questions": asked}
     single = {row.role: row.best[:1] for row in table.rows}
     single |= {row.role: row.best for row in table.rows if row.role in REPEATED}
     place_of = {row.role: _place(row.role) for row in table.rows}
@@ -109,6 +111,7 @@ def measure_effects(
             before=measured[place, ()][name],
             after=measured[place, heads][name],
             controls=tuple(measured[place, other][name] for other in controls[place, len(heads)]),
+            texts=len(texts_of[place]),
             elsewhere=(measured["prose", ()][""], measured["prose", heads][""])
             if induced
             else None,

@@ -16,7 +16,7 @@ from torch import Tensor
 from .links import Words, words_of
 from .sentences import Pair, Sentence
 
-BATCH = 512  # tokens, padding included: some 100 MB of logits with a vocabulary of 50,000
+BATCH = 1024  # tokens, padding included: 200 MB of logits with a vocabulary of 50,000
 REPEATS, SHORTEST, LONGEST = 16, 20, 34  # texts of random tokens, and how many of them come twice
 # What the module that mixes the heads of a layer is called in the model families.
 PROJECTIONS = ("o_proj", "out_proj", "c_proj", "out_lin", "wo", "o", "dense")
@@ -200,11 +200,11 @@ def losses(model: Any, probes: Sequence[Probe]) -> list[Tensor]:
     for batch in batches(probes):
         inputs = inputs_of(model, batch)
         with torch.inference_mode():
-            logits = model(**inputs).logits[:, :-1].float()
-            right = logits.gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
-            lost = (logits.logsumexp(-1) - right).cpu()
-        for b, probe in enumerate(batch):
-            of_probe[id(probe)] = lost[b, : len(probe.ids) - 1]
+            logits = model(**inputs).logits
+            for b, probe in enumerate(batch):  # one by one: each makes a copy of its logits
+                ahead = logits[b, : len(probe.ids) - 1].float()
+                right = ahead.gather(-1, inputs["input_ids"][b, 1 : len(probe.ids), None])[:, 0]
+                of_probe[id(probe)] = (ahead.logsumexp(-1) - right).cpu()
     return [of_probe[id(probe)] for probe in probes]
 
 

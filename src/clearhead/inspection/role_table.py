@@ -29,7 +29,7 @@ class Role(NamedTuple):
 
 ROLES = {
     "previous": Role("previous token", "mean weight on the token before"),
-    "sink": Role("first token (sink)", "mean weight on the first token and on added ones"),
+    "sink": Role("first token", "mean weight on the first token and on added ones"),
     "same": Role("same token", "mean weight on the token itself"),
     "local": Role("local", "mean distance in tokens, without the sink and the token itself"),
     "duplicate": Role(
@@ -47,7 +47,7 @@ ROLES = {
         "noun to adjective", "share of nouns that look most at an adjective of theirs, not adjacent"
     ),
     "pronoun_noun": Role(
-        "pronoun to its noun", "share of pronouns that look most at the noun of their gender"
+        "pronoun to noun", "share of pronouns that look most at the noun of their gender"
     ),
 }
 SYNTAX = ("verb_subject", "object_verb", "noun_determiner", "noun_adjective")
@@ -60,8 +60,8 @@ class Effect:
 
     measure: what the number is, in words. is_loss: whether it should be low, not high. heads: those
     taken out, (layer, head). before, after: the number with and without them. controls: the number
-    without as many random heads, for each of several draws. elsewhere: where measured, the loss on
-    ordinary sentences before and after.
+    without as many random heads, for each of several draws. texts: over how many texts. elsewhere:
+    where measured, the loss on ordinary sentences before and after.
     """
 
     measure: str
@@ -70,6 +70,7 @@ class Effect:
     before: float
     after: float
     controls: tuple[float, ...]
+    texts: int
     elsewhere: tuple[float, float] | None = None
 
     @property
@@ -78,6 +79,14 @@ class Effect:
         sign = 1 if self.is_loss else -1
         worst = max([0.0, *(sign * (control - self.before) for control in self.controls)])
         return bool(self.controls) and sign * (self.after - self.before) > worst
+
+    def __str__(self) -> str:
+        text = f"{self.measure} {self.before:.2f} -> {self.after:.2f}"
+        if len(self.heads) > 1:
+            text += " without " + ", ".join(f"{layer}.{head}" for layer, head in self.heads)
+        if self.controls:
+            text += f"; with random heads out {min(self.controls):.2f} to {max(self.controls):.2f}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,27 @@ class RoleTable:
         syntax.sort(key=lambda row: lift(row.role, row.held_out, row.chance, row.rule))
         chosen = [self.row("pronoun_noun"), *syntax[-1:], self.row("local")]
         return [row for row in chosen if row is not None and row.found]
+
+    def summary(self) -> list[tuple[Any, ...]]:
+        """(role, layer, head, score, baseline, n, held_out, ablation) for each row, in words.
+
+        baseline: the better one of chance and rule. n: of both halves. ablation: a sentence, or
+        None. Left out is "local", whose score is a distance.
+        """
+        return [
+            (
+                ROLES[row.role].title,
+                row.layer,
+                row.head,
+                row.score,
+                max(row.chance, row.rule or 0.0),
+                sum(row.n),
+                row.held_out,
+                row.effect and str(row.effect),
+            )
+            for row in self.rows
+            if row.role != "local"
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """The table in plain lists and numbers, ready for JSON."""
