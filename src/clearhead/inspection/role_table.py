@@ -98,8 +98,10 @@ class RoleRow:
     weight on the right word, for pairs. chance: what looking at everything alike would score on the
     held-out half. rule: what the best fixed distance scores there, chosen in hindsight; for
     pronouns, the nearer or farther person; None where there is no such rule. median: what the
-    median head scores there. found: whether held_out is past chance and rule by FOUND of what is
-    left. effect: of taking the head out, or None, and then not_measured says why.
+    median head scores there. others: for pairs, how often the same head looks from the other words
+    behind the right one at it; near the score, the head cares for the target alone. found: whether
+    held_out is past chance, rule and others by FOUND of what is left. effect: of taking the head
+    out, or None, and then not_measured says why.
     """
 
     role: str
@@ -113,15 +115,21 @@ class RoleRow:
     chance: float
     rule: float | None
     median: float
+    others: float | None
     found: bool
     effect: Effect | None = None
     not_measured: str | None = None
+
+    @property
+    def lift(self) -> float:
+        """How far held_out is past the best baseline, as a share of what is left to 1."""
+        return lift(self.role, self.held_out, self.chance, self.rule, self.others)
 
 
 @dataclass(frozen=True)
 class HeadRole:
     """What one head does best: a role, its score over all texts, and how far that is past chance
-    and rule, from 0 to 1 (perfect)."""
+    rule and others, from 0 to 1 (perfect)."""
 
     role: str
     score: float
@@ -146,20 +154,20 @@ class RoleTable:
         return next((row for row in self.rows if row.role == role), None)
 
     def leaders(self) -> list[RoleRow]:
-        """One head for pronouns, one for syntax, one for what is near: why there are several.
+        """Heads that do different things: for pronouns, then for syntax, then for what is near.
 
-        The one for syntax is that of the relation whose head is farthest past its baselines.
-        Roles that were not found are left out.
+        Those for syntax come by how far they are past their baselines. Roles that were not found
+        are left out.
         """
         syntax = [row for row in map(self.row, SYNTAX) if row is not None]
-        syntax.sort(key=lambda row: lift(row.role, row.held_out, row.chance, row.rule))
-        chosen = [self.row("pronoun_noun"), *syntax[-1:], self.row("local")]
+        syntax.sort(key=lambda row: -row.lift)
+        chosen = [self.row("pronoun_noun"), *syntax, self.row("local")]
         return [row for row in chosen if row is not None and row.found]
 
     def summary(self) -> list[tuple[Any, ...]]:
         """(role, layer, head, score, baseline, n, held_out, ablation) for each row, in words.
 
-        baseline: the better one of chance and rule. n: of both halves. ablation: a sentence, or
+        baseline: the best of chance, rule and others. n: of both halves. ablation: a sentence, or
         None. Left out is "local", whose score is a distance.
         """
         return [
@@ -168,7 +176,7 @@ class RoleTable:
                 row.layer,
                 row.head,
                 row.score,
-                max(row.chance, row.rule or 0.0),
+                max(row.chance, row.rule or 0.0, row.others or 0.0),
                 sum(row.n),
                 row.held_out,
                 row.effect and str(row.effect),
@@ -181,7 +189,7 @@ class RoleTable:
         """The table in plain lists and numbers, ready for JSON."""
         return {
             "version": VERSION,
-            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "rows": [_told(row) for row in self.rows],
             "scores": self.scores,
             "heads": [
                 {"layer": layer, "head": head, **dataclasses.asdict(role)}
@@ -207,9 +215,19 @@ class RoleTable:
             raise ValueError(f"this is no table of roles: {error}") from error
 
 
+def _told(row: RoleRow) -> dict[str, Any]:
+    """A row in plain values, with what follows from them in words."""
+    data = {"title": ROLES[row.role].title, **dataclasses.asdict(row)}
+    if row.effect is not None:
+        data["effect"] |= {"needed": row.effect.needed, "said": str(row.effect)}
+    return data
+
+
 def _row(data: dict[str, Any]) -> RoleRow:
+    data = {name: value for name, value in data.items() if name != "title"}
     effect = data["effect"]
     if effect is not None:
+        effect = {k: value for k, value in effect.items() if k not in ("needed", "said")}
         other = effect["elsewhere"]
         effect = Effect(
             **effect
@@ -223,9 +241,9 @@ def _row(data: dict[str, Any]) -> RoleRow:
     return RoleRow(**data | {"n": tuple(data["n"]), "best": best, "effect": effect})
 
 
-def lift(role: str, score: float, chance: float, rule: float | None) -> float:
+def lift(role: str, score: float, *bases: float | None) -> float:
     """How far a score is past the best baseline: 0 at it, 1 where perfect, -1 at worst."""
-    base = chance if rule is None else max(chance, rule)
+    base = max(base for base in bases if base is not None)
     perfect = 1.0
     if role == "local":  # a distance: the nearest other token is 1 away
         score, base, perfect = -score, -base, -1.0
@@ -261,17 +279,17 @@ def tabulate(tally: Tally) -> RoleTable:
             chance=judge.by_chance,
             rule=judge.by_rule,
             median=sorted(held_out)[len(held_out) // 2],
+            others=None if judge.by_others is None else float(judge.by_others[k]),
             found=False,
         )
-        past = lift(role, row.held_out, row.chance, row.rule)
-        rows.append(dataclasses.replace(row, found=past >= FOUND))
+        rows.append(dataclasses.replace(row, found=row.lift >= FOUND))
         table: list[list[float | None]] = [[] for _ in range(tally.heads[-1][0] + 1)]
         for k, (layer, _) in enumerate(tally.heads):
             score = overall[k]
             table[layer].append(round(score, 4) if math.isfinite(score) else None)
-            found = HeadRole(
-                role, score, lift(role, score, everything.by_chance, everything.by_rule)
-            )
+            elsewhere = None if everything.by_others is None else float(everything.by_others[k])
+            bases = everything.by_chance, everything.by_rule, elsewhere
+            found = HeadRole(role, score, lift(role, score, *bases))
             if _better(found, best.get(k)):
                 best[k] = found
         scores[role] = table

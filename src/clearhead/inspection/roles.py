@@ -25,14 +25,16 @@ from .probes import (
     telling_weights,
     weights_of,
 )
-from .role_table import ROLES, VERSION, Effect, HeadRole, Role, RoleRow, RoleTable, tabulate
+from .role_table import ROLES, SYNTAX, VERSION, Effect, HeadRole, Role, RoleRow, RoleTable, tabulate
 from .tally import Tally, located
 
 __all__ = [
     "ROLES",
+    "SYNTAX",
     "VERSION",
     "Effect",
     "HeadRole",
+    "OnProgress",
     "Role",
     "RoleRow",
     "RoleTable",

@@ -31,13 +31,16 @@ class Count:
     """Sums of one role over one half of the texts.
 
     mean = total / per. total and per: (N,) each. weight: (N,), for pairs the weight on the right
-    word. n: rows or pairs. chance: what looking at any visible token or word alike would get,
-    summed as total is, over chance_per. offsets: how often the right one stood so far back.
-    rules: how often a rule that ignores the pronoun was right (the nearer, the farther person).
+    word. others: (N,), for pairs the share of the other words behind the right one that look at it
+    most, summed over others_per pairs. n: rows or pairs. chance: what looking at any visible token
+    or word alike would get, summed as total is, over chance_per. offsets: how often the right one
+    stood so far back. rules: how often a rule that ignores the pronoun was right (the nearer, the
+    farther person).
     """
 
     def __init__(self, N: int):
-        self.total, self.per, self.weight = torch.zeros(3, N, dtype=torch.float64)
+        self.total, self.per, self.weight, self.others = torch.zeros(4, N, dtype=torch.float64)
+        self.others_per = 0
         self.n, self.chance, self.chance_per = 0, 0.0, 0.0
         self.offsets: Counter[int] = Counter()
         self.rules: Counter[str] = Counter()
@@ -56,6 +59,11 @@ class Count:
         return self.total / self.per
 
     @property
+    def by_others(self) -> Tensor | None:
+        """How often words that are not the one in question do the same, (N,); None for no pairs."""
+        return self.others / self.others_per if self.others_per else None
+
+    @property
     def by_chance(self) -> float:
         return self.chance / self.chance_per if self.chance_per else float("nan")
 
@@ -70,7 +78,7 @@ def joined(counts: Sequence[Count]) -> Count:
     """The sums of several halves together."""
     whole = Count(len(counts[0].total))
     for count in counts:
-        for name in ("total", "per", "weight", "n", "chance", "chance_per"):
+        for name in ("total", "per", "weight", "others", "others_per", "n", "chance", "chance_per"):
             setattr(whole, name, getattr(whole, name) + getattr(count, name))
         whole.offsets.update(count.offsets)
         whole.rules.update(count.rules)
@@ -128,21 +136,25 @@ class Tally:
             return
         W = len(words.texts)
         column = torch.tensor([word if word >= 0 else W for word in words.word_of])
+        on_word = flat.new_zeros(len(flat), len(special), W + 1).index_add_(2, column, flat)
+        two, most = on_word.topk(min(2, W + 1), dim=2)
+        most = most[..., 0].masked_fill(two[..., 0] == two[..., -1], -1)  # (N, L): no tie is a hit
+        last = {word: i for i, word in enumerate(words.word_of)}  # the token that looks, by word
         for role, source, target, rival in pairs:
-            row = flat[:, source].double()
-            on_word = row.new_zeros(len(row), W + 1).index_add_(1, column, row)
-            rest = on_word.clone()
-            rest[:, target] = -1
             own = words.word_of[source]
             count = self.count(role, half)
-            hits = (on_word[:, target] > rest.max(1).values).double()
+            hits = (most[:, source] == target).double()
+            others = [i for word, i in last.items() if word > target and word != own]
+            if others:
+                count.others += (most[:, others] == target).double().mean(1)
+                count.others_per += 1
             if rival is None:
                 count.add(hits, 1, 1 / max(1, own if causal else W - 1), [own - target])
             else:
                 count.add(hits, 1, 0.5)
                 near = abs(own - target) < abs(own - rival)
                 count.rules["the nearer" if near else "the farther"] += 1
-            count.weight += on_word[:, target]
+            count.weight += on_word[:, source, target]
 
     def add_repeat(
         self, weights: Tensor | Sequence[Tensor], start: int, R: int, half: int = 0
