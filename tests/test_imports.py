@@ -71,6 +71,7 @@ RULES = {
     "testing": Rule(ours=("testing", "functional", *GROUND)),
     "testing.*": Rule(ours=("functional", *GROUND)),
     "cli": Rule(ours=(ANYTHING,), theirs=(ANYTHING,)),
+    "cli.*": Rule(ours=(ANYTHING,), theirs=(ANYTHING,)),
 }
 # A name that is made while running can be read by nobody; only the chooser of backends may use one.
 MAY_IMPORT_BY_NAME = ("backends", "cli")

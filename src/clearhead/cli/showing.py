@@ -41,7 +41,7 @@ def show(seen: dict[str, Any], only_roles: bool) -> None:
     if seen["picture"] is not None:
         kept = seen["hidden_tokens"] if seen["sink_hidden"] else []
         title = f"Head {seen['head']} of layer {seen['layer']}"
-        show_head(console, seen["tokens"], seen["picture"], title=title, hidden=kept)
+        show_head(console, seen["pieces"], seen["picture"], title=title, hidden=kept)
         mass = [sum(row[j] for j in seen["hidden_tokens"]) for row in seen["picture"]]
         share = sum(mass[1:]) / max(1, len(mass) - 1)
         told = "is left out" if kept else "is shown"

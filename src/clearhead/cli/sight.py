@@ -30,7 +30,7 @@ def look_at(
 
     Returns:
         encoder: whether only the encoder was read. heads: how many in each layer. attention: what
-        computed it. text, tokens, words, causal. hidden: the names of the tokens left out, and
+        computed it. text, tokens (pieces: as they stand in it), words, causal. hidden: the names of the tokens left out, and
         sink: the mean weight on them. layer, head: those asked for. leaders: heads that do
         different things, each with its links here. links: for each word the strongest. outstanding.
         map: the statistic of each head. picture: the weights (L, L) of the head asked for.
@@ -81,6 +81,10 @@ def look_at(
         "attention": ran,
         "text": text,
         "tokens": tokens.texts,
+        "pieces": [
+            text[start:end].strip() or name
+            for name, (start, end) in zip(tokens.texts, tokens.offsets, strict=True)
+        ],
         "words": words,
         "causal": look.causal,
         "hidden": list(dict.fromkeys(left_out)),

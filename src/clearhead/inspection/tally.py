@@ -192,9 +192,9 @@ class Tally:
                 )
         heads = [(number, h) for number, layer in enumerate(layers) for h in range(len(layer))]
         if not heads or (self.heads and heads != self.heads):
+            before = f"those before were of {len(self.heads)}" if self.heads else "one is needed"
             raise ValueError(
-                f"the weights are of {len(heads)} heads in {len(layers)} layers; "
-                f"{'those before were of ' + str(len(self.heads)) if self.heads else 'none is few'}"
+                f"the weights are of {len(heads)} heads in {len(layers)} layers; {before}"
             )
         self.heads = heads
         flat = torch.cat([layer.detach().float().cpu() for layer in layers])

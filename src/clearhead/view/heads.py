@@ -108,6 +108,7 @@ def _reached(role: Mapping[str, Any]) -> str:
 
 
 COLUMNS = ("head", "score", "held", "chance", "rule", "others", "median", "n", "needed")
+LAST = ("score", "median", "chance", "n", "others", "rule", "needed")  # left out first if narrow
 
 
 def show_roles(console: Console, rows: Sequence[Mapping[str, Any]], *, layers: int) -> None:
@@ -122,17 +123,20 @@ def show_roles(console: Console, rows: Sequence[Mapping[str, Any]], *, layers: i
     if not rows:
         print_wrapped(console, "No role could be measured in this model.", "dim", indent=0)
         return
-    cells = [(row["title"], *_figures(row)) for row in rows]
-    table = [("", *COLUMNS), *cells]
+    table = [["", *COLUMNS], *([row["title"], *_figures(row)] for row in rows)]
     wide = [max(len(line[c]) for line in table) for c in range(len(COLUMNS) + 1)]
+    shown = list(range(len(wide)))
+    for name in LAST:
+        if sum(wide[c] + 2 for c in shown) - 2 > console.width:
+            shown.remove(COLUMNS.index(name) + 1)
     for number, line in enumerate(table):
         row = rows[number - 1] if number else None
         text = Text()
-        for c, cell in enumerate(line):
+        for c in shown:
             style = "dim" if row is None or not row["found"] else ""
             if row is not None and row["found"] and c < 2:
                 style = depth_colour(row["layer"], layers)
-            text.append(cell.ljust(wide[0]) if c == 0 else cell.rjust(wide[c] + 2), style)
+            text.append(line[c].rjust(wide[c] + 2) if c else line[c].ljust(wide[c]), style)
         console.print(text, no_wrap=True, overflow="crop")
     notes = (
         "score: on the texts that chose the head; held: on others. Shares in hundredths, for local "

@@ -69,7 +69,7 @@ def show_head(
             console.print(Text(text.rstrip()), no_wrap=True, overflow="crop")
     told = f"Rows look at columns. Full strength is {top:.2f}."
     if block > 1:
-        text += (
+        told += (
             f" Each cell is the largest of {block} x {block} tokens; a wider terminal shows more."
         )
     print_wrapped(console, told, style="dim", indent=0)
