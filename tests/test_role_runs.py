@@ -79,7 +79,7 @@ def test_padding_changes_nothing(model, tokenizer):
     texts = [probes.sentence_probe(tokenizer, s) for s in list(sentences.syntax())[:7]]
     assert len({len(probe.ids) for probe in texts}) > 3
     model.set_attn_implementation("eager")
-    together = [weights for weights in probes.weights_of(model.model, texts)]
+    together = list(probes.weights_of(model.model, texts))
     for probe, weights in zip(texts, together, strict=True):
         [alone] = probes.weights_of(model.model, [probe])
         torch.testing.assert_close(weights, alone)
@@ -171,6 +171,10 @@ def test_a_model_without_weights(model, tokenizer, monkeypatch):
 # ---- what is kept ----
 
 
+def quiet(*what):
+    pass
+
+
 @pytest.fixture
 def counted(table, tmp_path, monkeypatch):
     """The cache in an empty folder, and how often the roles were measured."""
@@ -186,7 +190,6 @@ def counted(table, tmp_path, monkeypatch):
 
 
 def test_roles_are_measured_once_for_each_model(counted, model, tokenizer, table):
-    quiet = lambda *what: None  # noqa: E731
     for _ in range(2):
         assert known_roles(model, tokenizer, False, quiet) == table
     assert len(counted) == 1
@@ -206,7 +209,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path / "file"))
-    assert known_roles(model, tokenizer, False, lambda *what: None) == table
+    assert known_roles(model, tokenizer, False, quiet) == table
     assert len(counted) == 1
 
 

@@ -30,10 +30,11 @@ def look_at(
 
     Returns:
         encoder: whether only the encoder was read. heads: how many in each layer. attention: what
-        computed it. text, tokens (pieces: as they stand in it), words, causal. hidden: the names of the tokens left out, and
-        sink: the mean weight on them. layer, head: those asked for. leaders: heads that do
-        different things, each with its links here. links: for each word the strongest. outstanding.
-        map: the statistic of each head. picture: the weights (L, L) of the head asked for.
+        computed it. text, words, causal. tokens, and pieces: these as they stand in the text.
+        hidden: the names of the tokens left out, and sink: the mean weight on them. layer, head:
+        those asked for. leaders: heads that do different things, each with its links here. links:
+        for each word the strongest. outstanding. map: the statistic of each head. picture: the
+        weights (L, L) of the head asked for. hidden_tokens: the numbers of those left out.
 
     Raises:
         ValueError: no such layer or head, or the model cannot be read.
