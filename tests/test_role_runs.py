@@ -162,6 +162,13 @@ def test_models_that_cannot_be_measured_in_full(tokenizer):
         projections(llama(tokenizer), 4)
 
 
+def test_a_model_that_does_not_know_its_tokens(tokenizer):
+    small = llama(tokenizer)
+    small.resize_token_embeddings(50)
+    with pytest.raises(ValueError, match="LlamaModel failed on a sentence: index out of range"):
+        roles(small, tokenizer)
+
+
 def test_a_model_without_weights(model, tokenizer, monkeypatch):
     monkeypatch.setattr(model.model, "set_attn_implementation", lambda kind: None)
     with pytest.raises(ValueError, match="LlamaModel gives no attention weights of shape"):

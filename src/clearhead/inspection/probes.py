@@ -130,12 +130,16 @@ def weights_of(model: Any, batch: Sequence[Probe]) -> Iterator[list[Tensor]]:
     """For each text of a batch the weights of every layer, each (H, L, L).
 
     Raises:
-        ValueError: the model gives no weights, or not one of (B, H, L, L) for each layer.
+        ValueError: the model fails, or gives no weights of (B, H, L, L) for each layer.
     """
     inputs = inputs_of(model, batch)
     L = inputs["input_ids"].shape[1]
-    with torch.inference_mode():
-        told = getattr(model(**inputs, output_attentions=True), "attentions", None)
+    try:
+        with torch.inference_mode():
+            told = getattr(model(**inputs, output_attentions=True), "attentions", None)
+    except (RuntimeError, IndexError) as error:  # a broken model, or too little memory
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{type(model).__name__} failed on a sentence: {reason}") from error
     layers = [layer for layer in told or () if layer is not None]
     if not layers or any(layer.shape[-2:] != (L, L) for layer in layers):
         raise ValueError(
