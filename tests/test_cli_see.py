@@ -1,6 +1,7 @@
 """`clearhead see` on real models: what it prints, what it finds there, and every error's line."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -62,8 +63,9 @@ def minilm():
 
 
 def see(*args, width=80, text=None):
+    # Roles have a file of tests of their own; measuring them would take each call a minute.
     return CliRunner().invoke(
-        app, ["see", *map(str, args)], env={"COLUMNS": str(width)}, input=text
+        app, ["see", "--no-roles", *map(str, args)], env={"COLUMNS": str(width)}, input=text
     )
 
 
@@ -97,7 +99,7 @@ def test_see_in_a_pipe(cache):
     source = str(Path(clearhead.__file__).parents[1])
     clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
     told = subprocess.run(
-        [sys.executable, "-m", "clearhead", "see", "-"],
+        [sys.executable, "-m", "clearhead", "see", "--no-roles", "-"],
         env={**clean, "PYTHONPATH": source, "PYTHONIOENCODING": "utf-8"},
         input=SENTENCE + "\n",
         capture_output=True,
@@ -129,7 +131,7 @@ def test_see_an_encoder(minilm):
     )
     first = next(line for line in lines if line.startswith("The "))
     assert len(re.findall(r"\.\d\d ", first)) == 2  # it looks ahead as well
-    assert "Left out: itself, [CLS] and [SEP]." in lines
+    assert any("Left out: itself, [CLS] and [SEP], which take 0." in line for line in lines)
     assert "How much of its attention each head leaves on [CLS] and [SEP], in hundredths" in lines
 
 
@@ -137,6 +139,12 @@ def test_see_an_encoder(minilm):
 def test_see_one_head():
     lines = lines_of(SENTENCE, "--layer", "16", "--head", "0", "--top", "1", width=120)
     assert " ".join(lines[:2]).endswith("by clearhead; links of layer 16, head 0")
+    at = lines.index("Head 0 of layer 16")
+    assert " ".join(lines[at + 1].split()) == "The dog fet ched the ball because she was fast ."
+    rows = [re.search(r"[·░▒▓█]+$", line) for line in lines[at + 2 : at + 13]]
+    assert rows[0] is None  # the first token has the sink alone
+    assert all(rows[2:])
+    assert lines[at + 14].startswith("Its weight on the first token is left out: 0.2")
     heads = re.findall(r" (\d+\.\d+)$", "\n".join(lines), re.MULTILINE)
     assert len(heads) >= 7 and set(heads) == {"16.0"}
     lines = lines_of(SENTENCE, "--layer", "16", "--stat", "previous")
@@ -200,6 +208,35 @@ def test_see_other_families(tmp_path):
         assert " ".join(lines[:2]).strip() == f"{tmp_path}/{told}"
 
 
+@pytest.mark.usefixtures("default_model")
+def test_see_the_sink():
+    with_it = lines_of(SENTENCE, "--layer", "18", "--head", "8", "--show-sink", width=100)
+    assert any(re.match(r"fast +The +━+ 1\.0 18\.8", line) for line in with_it)
+    assert any("the first token is shown: 1.00 on average" in line for line in with_it)
+    assert "Left out: itself." in with_it
+    without = lines_of(SENTENCE, "--layer", "18", "--head", "8", width=100)
+    assert not any(re.match(r"fast +The", line) for line in without)
+    assert any("the first token, which takes 0.61 of all attention" in line for line in without)
+
+
+@pytest.mark.usefixtures("default_model")
+def test_see_a_file_and_json(tmp_path):
+    (tmp_path / "text").write_text(SENTENCE + "\n", encoding="utf-8")
+    result = see("--file", tmp_path / "text", "--json", "--layer", 10, "--head", 1)
+    assert (result.exit_code, result.stderr) == (0, "")
+    seen = json.loads(result.stdout)
+    assert seen["text"] == SENTENCE and seen["pieces"][2:4] == ["fet", "ched"]
+    assert seen["words"] == [*SENTENCE[:-1].split(), "."] and seen["roles"] is None
+    assert (seen["heads"], seen["hidden"], seen["causal"]) == ([9] * 30, ["the first token"], True)
+    assert len(seen["picture"]) == 11 and seen["picture"][0] == [1.0] + [0.0] * 10
+    [strongest, *_] = seen["links"][4]
+    assert (strongest["source"], strongest["target"]) == (4, 2)
+    assert (strongest["layer"], strongest["head"]) == (10, 1) and strongest["weight"] > 0.9
+    assert len(seen["map"]["values"]) == 30 and seen["map"]["stat"] == "sink"
+    told = json.loads(see("Hello", "--json").stdout)  # nothing to measure, and no NaN in JSON
+    assert told["map"]["values"][0][0] is None and told["sink"] is None
+
+
 # ---- what the heads of the default model are known to do ----
 
 
@@ -247,6 +284,10 @@ def test_errors_before_a_model_is_loaded():
     )
     assert error_of("hi", "--top", 0) == "--top is 0; it must be at least 1"
     assert error_of("hi", "--layer", -1) == "--layer is -1; it must be at least 0"
+    assert error_of("hi", "--file", "x") == "there is a text and a --file; give one of them"
+    assert error_of("--file", "/no/such") == (
+        "--file /no/such cannot be read as text: [Errno 2] No such file or directory: '/no/such'"
+    )
 
 
 def test_errors_about_the_model(tmp_path, monkeypatch):
@@ -270,6 +311,10 @@ def test_errors_about_the_model(tmp_path, monkeypatch):
 def test_errors_about_the_text_for_the_model():
     assert error_of("-", text="word " * 8193) == (
         "the text has 8193 tokens and the model reads at most 8192; shorten it"
+    )
+    assert error_of("-", text="word " * 6000) == (
+        "the text has 6000 tokens, and with 9 heads in a layer at most 5461 can be looked at; "
+        "shorten it"
     )
     assert error_of("hi there", "--layer", 30) == "--layer is 30; it must be at most 29"
     assert error_of("hi there", "--layer", 29, "--head", 9) == (

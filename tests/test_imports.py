@@ -93,6 +93,7 @@ RULES = {
         theirs=("torch", "x_transformers", "matplotlib"),
     ),
     "cli": Rule(ours=(ANYTHING,), theirs=(ANYTHING,)),
+    "cli.*": Rule(ours=(ANYTHING,), theirs=(ANYTHING,)),
 }
 # A name that is made while running can be read by nobody; only the chooser of backends may use one.
 MAY_IMPORT_BY_NAME = ("backends", "cli")

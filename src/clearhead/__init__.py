@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .functional import Explanation, attention, explain, varlen_attention
+from .inspection.roles import roles
 from .module import MultiHeadAttention
 from .results import Aux, AuxRequest, Summary, TopK
 from .textbook import MultiHeadAttentionWrapper, SelfAttention, attention_by_definition
@@ -28,6 +29,7 @@ __all__ = [
     "attention_by_definition",
     "explain",
     "head_importance",
+    "roles",
     "trace",
     "varlen_attention",
     "watch",

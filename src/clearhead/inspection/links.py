@@ -179,6 +179,7 @@ class Look:
         text, offsets, special: as for words_of.
         stat: which statistic to keep for each head.
         layer, head: links of this layer, or of this head of it, only.
+        hide_sink: whether links to the first token and to added ones are left out.
 
     words holds the words, heads[layer][head] the statistic, causal whether all words look back
     only. Raises ValueError for an unknown statistic.
@@ -192,12 +193,14 @@ class Look:
         stat: str = "sink",
         layer: int | None = None,
         head: int | None = None,
+        hide_sink: bool = True,
     ):
         if stat not in STATISTICS:
             raise ValueError(f"the statistic is {stat}; it must be one of {', '.join(STATISTICS)}")
         self.words = words_of(text, offsets, special)
         self.hidden = torch.tensor([extra or i == 0 for i, extra in enumerate(special)])
         self.stat, self.layer, self.head = stat, layer, head
+        self._unlinked = self.hidden & hide_sink
         self.heads: list[list[float]] = []
         self.causal = True
         W = len(self.words.texts)
@@ -220,7 +223,7 @@ class Look:
                 f"{len(weights) - 1}"
             )
         first = self.head or 0
-        between = by_word(weights.masked_fill(self.hidden, 0), self.words.word_of)
+        between = by_word(weights.masked_fill(self._unlinked, 0), self.words.word_of)
         between = between[first:] if self.head is None else between[first : first + 1]
         score = between - between.diagonal(0, -2, -1).diag_embed()
         self._by_weight.add(layer, score, between, first)
@@ -229,7 +232,7 @@ class Look:
     def strongest(self, k: int) -> list[list[Link]]:
         """For each word at most k links, the strongest first, each to another word.
 
-        Left out are links to the first token, to added tokens and to the word itself.
+        Left out are links to the word itself and, with hide_sink, to the first and added tokens.
         """
         weight = self._by_weight.weight
         top, target = weight.topk(min(k, len(weight)), dim=1)

@@ -44,6 +44,8 @@ def show_links(
     layers: int,
     causal: bool,
     hidden: str = "the first token",
+    meanings: Sequence[Sequence[str]] | None = None,
+    left_out: str | None = None,
 ) -> None:
     """Print for each word what it looks at most, how much, and which head does.
 
@@ -53,13 +55,20 @@ def show_links(
         links: W lists, the strongest first.
         layers: of the model; the colour of a link is the depth of its layer.
         causal: whether words look back only.
-        hidden: what links are not shown to, in words.
+        hidden: what many heads rest on, in words.
+        meanings: for each link what it is by the role of its head, "" where that tells nothing.
+        left_out: what links are not shown to, in words; itself and `hidden` by default.
     """
-    names = [_fit(console, word) for word in words]
+    said = meanings or [[""] * len(row) for row in links]
+    names = [fit(console, word) for word in words]
     deep = max(map(cell_len, names), default=0) + GAP
     all_links = [link for row in links for link in row]
     wide = max((cell_len(names[j]) for j, *_ in all_links), default=0)
-    label = max((len(_name(link)) for link in all_links), default=0)
+    labels = [
+        [f"{_name(link)} {meaning}".rstrip() for link, meaning in zip(*row, strict=True)]
+        for row in zip(links, said, strict=True)
+    ]
+    label = max((len(text) for row in labels for text in row), default=0)
     bare = wide + len(" .00 ") + label + GAP
     room = console.width - deep + GAP
     beside = max(1, min(max(map(len, links), default=0), room // bare))
@@ -71,7 +80,7 @@ def show_links(
         style="bold",
         indent=0,
     )
-    for i, (name, row) in enumerate(zip(names, links, strict=True)):
+    for i, (name, row, texts) in enumerate(zip(names, links, labels, strict=True)):
         line = Text().append(set_cell_size(name, deep), "bold")
         if not row:
             first = causal and i == 0
@@ -80,32 +89,40 @@ def show_links(
             )
             console.print(line, no_wrap=True, overflow="crop")
         for start in range(0, len(row), beside):
-            for target, weight, layer, head in row[start : start + beside]:
-                style = _depth(layer, layers)
+            some = slice(start, start + beside)
+            for (target, weight, layer, _), text in zip(row[some], texts[some], strict=True):
+                style = depth_colour(layer, layers)
                 far = "bold " if abs(target - i) > 1 else ""
                 line.append(set_cell_size(names[target], wide), far + style)
                 line.append(" " + _bar(console, weight, bar) if bar else "", style)
-                line.append(f" {_hundredths(weight)} ")
-                line.append(f"{layer}.{head}".ljust(label + GAP), style)
+                line.append(f" {hundredths(weight)} ")
+                line.append(text.ljust(label + GAP), style)
             line.rstrip()
             console.print(line, no_wrap=True, overflow="crop")
             line = Text(" " * deep)
     styles = "Bold: past a neighbour. Colour: depth. " if console.color_system else ""
-    text = f"{styles}Left out: itself, {hidden}."
-    print_wrapped(console, text, style="dim", indent=0)
+    told = f"{styles}Left out: {left_out or f'itself, {hidden}'}."
+    if meanings:
+        told += " Behind a head: what it does in tests; nobody checked that it does so here."
+    print_wrapped(console, told, style="dim", indent=0)
 
 
 def show_outstanding(
-    console: Console, words: Sequence[str], found: Sequence[tuple[int, Link]], *, layers: int
+    console: Console,
+    words: Sequence[str],
+    found: Sequence[tuple[int, Link]],
+    *,
+    layers: int,
+    meanings: Sequence[str] | None = None,
 ) -> None:
     """Print the links that no habit of their head explains: (number of the word, its link)."""
-    arrow = "->" if _ascii(console) else "→"
+    arrow = "->" if is_ascii(console) else "→"
     entries = []
-    for i, link in found:
-        pair = (_fit(console, words[j]) for j in (i, link[0]))
-        entry = Text(f" {arrow} ".join(pair), f"bold {_depth(link[2], layers)}")
-        entry.append(f" {_hundredths(link[1])}", "default not bold")
-        entries.append(entry.append(f" {_name(link)}", "not bold"))
+    for (i, link), meaning in zip(found, meanings or [""] * len(found), strict=True):
+        pair = (fit(console, words[j]) for j in (i, link[0]))
+        entry = Text(f" {arrow} ".join(pair), f"bold {depth_colour(link[2], layers)}")
+        entry.append(f" {hundredths(link[1])}", "default not bold")
+        entries.append(entry.append(f" {_name(link)} {meaning}".rstrip(), "not bold"))
     console.print(Text("What stands out", "bold"))
     wide = max((entry.cell_len for entry in entries), default=0) + 2 * GAP
     beside = max(1, (console.width + 2 * GAP) // max(1, wide))
@@ -154,7 +171,7 @@ def show_map(
         header = Text().append("layer".ljust(margin), "dim")
         for layer in block:
             text = f"{layer:>{cell}}" if figures else " " if layer % 10 else str(layer // 10)[-1]
-            header.append(text, _depth(layer, len(values)))
+            header.append(text, depth_colour(layer, len(values)))
         header.rstrip()
         console.print(header, no_wrap=True, overflow="crop")
         for head in range(heads):
@@ -180,7 +197,7 @@ def _show_extremes(console: Console, values: Sequence[Sequence[float]], share: b
         return ", ".join(f"{head} ({figure(value)})" for value, head in some)
 
     def figure(value: float) -> str:
-        return _hundredths(value) if share else f"{value:.1f}"
+        return hundredths(value) if share else f"{value:.1f}"
 
     mean = sum(value for value, _ in cells) / len(cells)
     text = f"mean {figure(mean)}; most {told(cells[:4])}"
@@ -193,12 +210,12 @@ def _cell(console: Console, value: float, top: float, share: bool, width: int) -
         return Text(" " * width)
     part = min(1.0, max(0.0, value / top))
     if width == 1:
-        shades = " .:-=+*#%@" if _ascii(console) else " ·░▒▓█"
-        return Text(shades[round(part * (len(shades) - 1))], _mix(SIZE_COLOURS, part))
+        shades = " .:-=+*#%@" if is_ascii(console) else " ·░▒▓█"
+        return Text(shades[round(part * (len(shades) - 1))], mix(SIZE_COLOURS, part))
     text = f"{min(99, int(value * 100 + 0.5)):02d}" if share else f"{value:.0f}"
     if part < QUIET:
         return Text(text.rjust(width), "dim")
-    behind = _mix(SIZE_COLOURS, part)
+    behind = mix(SIZE_COLOURS, part)
     return Text(text.rjust(width), f"{'#000000' if part > 0.6 else '#ffffff'} on {behind}")
 
 
@@ -213,11 +230,11 @@ def _name(link: Link) -> str:
     return f"{link[2]}.{link[3]}"
 
 
-def _depth(layer: int, layers: int) -> str:
-    return _mix(DEPTH_COLOURS, layer / max(1, layers - 1))
+def depth_colour(layer: int, layers: int) -> str:
+    return mix(DEPTH_COLOURS, layer / max(1, layers - 1))
 
 
-def _hundredths(value: float) -> str:
+def hundredths(value: float) -> str:
     """.00 to .99, and 1.0: always three characters."""
     text = f"{value:.2f}"
     return text[1:] if text.startswith("0") else text[:3]
@@ -226,12 +243,12 @@ def _hundredths(value: float) -> str:
 def _bar(console: Console, part: float, width: int) -> str:
     """A bar as long as the part of width, always width cells."""
     halves = max(1, round(part * width * 2))
-    if _ascii(console):
+    if is_ascii(console):
         return ("=" * ((halves + 1) // 2)).ljust(width)
     return ("━" * (halves // 2) + "╸" * (halves % 2)).ljust(width)
 
 
-def _mix(colours: Sequence[str], part: float) -> str:
+def mix(colours: Sequence[str], part: float) -> str:
     """The colour that lies at part (0 to 1) of the way through evenly spaced ones."""
     place = min(1.0, max(0.0, part)) * (len(colours) - 1)
     left = min(int(place), len(colours) - 2)
@@ -240,13 +257,13 @@ def _mix(colours: Sequence[str], part: float) -> str:
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def _ascii(console: Console) -> bool:
+def is_ascii(console: Console) -> bool:
     return not console.encoding.lower().startswith("utf")
 
 
-def _fit(console: Console, word: str) -> str:
+def fit(console: Console, word: str) -> str:
     """A word without control characters, which could drive the terminal, cut to a fair width."""
     limit = max(7, min(14, console.width // 8))
     word = "".join(c for c in word if unicodedata.category(c)[0] != "C")
-    end = "." if _ascii(console) else "…"
+    end = "." if is_ascii(console) else "…"
     return word if cell_len(word) <= limit else set_cell_size(word, limit - 1).rstrip() + end
