@@ -162,7 +162,7 @@ def see(
         for line in report.write(
             name, summary, html, png, None if layer is None else (layer, head)
         ):
-            print_wrapped(console, line, indent=0)
+            typer.echo(line)  # never wrapped: a path is to be copied
         return
     console.print()
     if len(tokens.texts) == 1:
@@ -240,7 +240,7 @@ def walkthrough(
     steps = worked_example(words, heads, head_dim, input_dim, seed)
     console = make_console()
     if html is not None:
-        print_wrapped(console, steps.write(html), indent=0)
+        typer.echo(steps.write(html))
         return
     *path, plain, difference = steps
     sizes = f"words {len(words)}, heads {heads} of size {head_dim}, vectors of size"
