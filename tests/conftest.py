@@ -56,6 +56,7 @@ class SessionRules:
     def __init__(self, threads: int, watches: bool):
         self.threads, self.watches = threads, watches
         self.ran, self.bad_skips = 0, {}
+        self.in_browser = 0  # tests of the page that passed; .ci/run asks for some
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):
@@ -71,6 +72,7 @@ class SessionRules:
             self._judge_skip(report)
         elif report.when == "call":
             self.ran += 1
+            self.in_browser += report.passed and report.nodeid.startswith("tests/browser/")
 
     def pytest_collectreport(self, report):
         if report.skipped:
@@ -98,6 +100,8 @@ class SessionRules:
 
     def pytest_terminal_summary(self, terminalreporter):
         if self.watches:
+            if self.in_browser:
+                terminalreporter.write_line(f"{self.in_browser} tests passed in a browser")
             for fault in self.faults():
                 terminalreporter.write_line(f"SESSION FAILED: {fault}", red=True)
 

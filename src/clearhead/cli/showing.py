@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import typer
+
 from clearhead.inspection.report import Report
 from clearhead.inspection.roles import RoleTable
 from clearhead.view.heads import show_effects, show_leaders, show_roles
@@ -20,7 +22,7 @@ def tell_written(
     head = None if seen["layer"] is None else (seen["layer"], seen["head"])
     roles = () if table is None else table.summary()
     for line in report.write(seen["model"], summary, html, png, head, roles):
-        print_wrapped(console, line, indent=0)
+        typer.echo(line)  # never wrapped: a path is to be copied
 
 
 def show(seen: dict[str, Any], only_roles: bool) -> None:

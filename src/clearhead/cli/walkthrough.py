@@ -50,7 +50,7 @@ def walkthrough(
     steps = worked_example(words, heads, head_dim, input_dim, seed)
     console = make_console()
     if html is not None:
-        print_wrapped(console, steps.write(html), indent=0)
+        typer.echo(steps.write(html))
         return
     *path, plain, difference = steps
     sizes = f"words {len(words)}, heads {heads} of size {head_dim}, vectors of size"

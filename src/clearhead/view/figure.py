@@ -38,7 +38,8 @@ def draw(
         The size of the file in bytes.
 
     Raises:
-        ImportError: matplotlib is not installed. ValueError: the ending is of no such kind.
+        ImportError: matplotlib is not installed. ValueError: the ending is of no such kind, or the
+            file cannot be written.
     """
     kind = Path(path).suffix.lower()
     if kind not in (".png", ".pdf", ".svg"):
@@ -96,7 +97,10 @@ def draw(
             show(axes, weights, colours)
             axes.set_xlabel(f"head {layer}.{head}", fontsize=8, color=INK)
             label(axes, tokens)
-        figure.savefig(path, dpi=DOTS, facecolor=PAPER)
+        try:
+            figure.savefig(path, dpi=DOTS, facecolor=PAPER)
+        except OSError as error:
+            raise ValueError(f"{path} could not be written: {error.strerror or error}") from error
     return Path(path).stat().st_size
 
 

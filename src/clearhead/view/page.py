@@ -137,9 +137,12 @@ def page(
 
 
 def write(path: str | Path, text: str) -> str:
-    """Write a page and say so: "heads.html: 2.1 MB"."""
+    """Write a page and say so: "heads.html: 2.1 MB". Raises ValueError where that fails."""
     data = text.encode()
-    Path(path).write_bytes(data)
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise ValueError(f"{path} could not be written: {error.strerror or error}") from error
     return f"{path}: {size(len(data))}"
 
 

@@ -168,7 +168,8 @@ function largest(map, word) {
   }
   links.sort((a, b) => b[1] - a[1] || a[0] - b[0]);
   // A row sums to 1, whatever part of it the file keeps.
-  const goal = (mass.value / 100) * (incoming ? total : 1) - 1e-4;
+  const part = Number(mass.value) / 100;
+  const goal = part < 1 ? part * (incoming ? total : 1) - 1e-4 : Infinity;
   let sum = 0;
   let kept = 0;
   while (kept < links.length && sum < goal) sum += links[kept++][1];
