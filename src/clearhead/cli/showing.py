@@ -20,8 +20,10 @@ def tell_written(
     summary = _summary(seen)
     print_wrapped(console, summary, indent=0)
     head = None if seen["layer"] is None else (seen["layer"], seen["head"])
-    roles = () if table is None else table.summary()
-    for line in report.write(seen["model"], summary, html, png, head, roles):
+    roles = [] if table is None else table.summary()
+    badges = [] if table is None else table.badges()
+    first = [(leader["layer"], leader["head"]) for leader in seen["leaders"]]
+    for line in report.write(seen["model"], summary, html, png, head, roles, badges, first):
         typer.echo(line)  # never wrapped: a path is to be copied
 
 

@@ -77,6 +77,7 @@ class Report:
         about: str,
         roles: Iterable[Sequence[Any]] = (),
         badges: Iterable[Sequence[Any]] = (),
+        first: Sequence[tuple[int, int]] = (),
     ) -> str:
         """The page as text.
 
@@ -86,11 +87,12 @@ class Report:
                 are none, the first panel shows heads that stand out in this text.
             badges: (role, layer, head, score) of every head that has a role; those of roles where
                 there are none.
+            first: (layer, head) to show in the first panel where their role fits it.
         """
         from ..view import page
         from ..view import roles as of_heads
 
-        rows, three = self._first(roles)
+        rows, three = self._first(roles, first)
         example = worked_example(EXAMPLE.split())
         tours = [
             page.steps_data(
@@ -149,6 +151,8 @@ class Report:
         picture: str | Path | None = None,
         head: tuple[int, int | None] | None = None,
         roles: Iterable[Sequence[Any]] = (),
+        badges: Iterable[Sequence[Any]] = (),
+        first: Sequence[tuple[int, int]] = (),
     ) -> list[str]:
         """Write a page, a picture, or both, and say so: ["heads.html: 2.1 MB"].
 
@@ -158,15 +162,15 @@ class Report:
             picture: the file of the figure, a .png, .pdf or .svg.
             head: (layer, head) that the figure draws in full, head None for all of the layer; where
                 this is None, the heads of the page's first panel.
-            roles: as for html().
+            roles, badges, first: as for html().
         """
         from ..view import figure, page
 
         told = []
         if html is not None:
-            told.append(page.write(html, self.html(title, about, roles)))
+            told.append(page.write(html, self.html(title, about, roles, badges, first)))
         if picture is not None:
-            heads = [(one["layer"], one["head"]) for one in self._first(roles)[1]]
+            heads = [(one["layer"], one["head"]) for one in self._first(roles, first)[1]]
             if head is not None:
                 layer, one = head
                 heads = [(layer, n) for n in range(self.capture.heads[layer]) if one in (None, n)]
@@ -177,12 +181,12 @@ class Report:
         return told
 
     def _first(
-        self, roles: Iterable[Sequence[Any]]
+        self, roles: Iterable[Sequence[Any]], first: Sequence[tuple[int, int]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The rows of roles, and the heads of the first panel, as the page takes them."""
         from ..view import roles as of_heads
 
         data = self.capture.data()
         rows = of_heads.rows(roles)
-        three = of_heads.three(rows, data["tokens"])
+        three = of_heads.three(rows, data["tokens"], first)
         return rows, three or of_heads.measured(data["statistics"], data["heads"])

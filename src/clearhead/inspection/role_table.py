@@ -185,6 +185,13 @@ class RoleTable:
             if row.role != "local"
         ]
 
+    def badges(self) -> list[tuple[str, int, int, float]]:
+        """(role, layer, head, score) of each head that has a role, in words."""
+        return [
+            (ROLES[row.role].title, layer, head, row.score)
+            for (layer, head), row in self.heads.items()
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """The table in plain lists and numbers, ready for JSON."""
         return {

@@ -148,17 +148,23 @@ def badges(found: Iterable[Row], rows: Sequence[dict[str, Any]]) -> list[dict[st
     ]
 
 
-def three(rows: Sequence[dict[str, Any]], tokens: Sequence[str]) -> list[dict[str, Any]]:
+def three(
+    rows: Sequence[dict[str, Any]],
+    tokens: Sequence[str],
+    preferred: Sequence[tuple[int, int]] = (),
+) -> list[dict[str, Any]]:
     """The best head for pronouns, for syntax and for what is near, as far as there are such.
 
     Args:
         rows: as the function of that name gives them.
         tokens: of the text, to begin with a word that the head is made for.
+        preferred: (layer, head) of those to take where their group has them.
     """
     found = []
     for group in THREE:
         of_group = [row for row in rows if ABOUT.get(row["role"], OTHER).group == group]
-        best = max(of_group, key=_lift, default=None)
+        wanted = [row for row in of_group if (row["layer"], row["head"]) in preferred]
+        best = max(wanted or of_group, key=_lift, default=None)
         if best is None or _lift(best) < FOUND:
             continue
         about = ABOUT[best["role"]]
