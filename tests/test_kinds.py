@@ -119,7 +119,12 @@ def test_calls_for_other_backends_are_remembered_as_such(quick):
 
 
 class Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -159,7 +164,6 @@ def draw_again(tensors):
 
 
 ORDINARY = {
-    "function mode": _under(Seen),
     "dispatch mode": _under(Dispatched),
     "autocast": _under(lambda: torch.autocast("cpu", dtype=torch.float16)),
     "profiler": _under(lambda: torch.profiler.profile()),
@@ -167,7 +171,6 @@ ORDINARY = {
     "vmap": lambda *tensors: torch.vmap(attention)(*(t[None] for t in tensors))[0],
     "jit.trace": _traced,
     "compile": lambda *t: torch.compile(attention, backend="eager", fullgraph=True)(*t),
-    "subclass": _with_first(lambda t: t.as_subclass(Mine)),
     "a gradient": _with_first(lambda t: t.clone().requires_grad_()),
     "negated in place": _with_first(lambda t: torch._neg_view(-t)),
     "three axes": lambda *t: torch.stack([attention(*each) for each in zip(*t, strict=True)]),
@@ -192,6 +195,19 @@ def test_who_takes_the_ordinary_path(name, quick):
     assert found.dtype == (torch.float16 if name == "autocast" else torch.float32)
     found = found.detach().as_subclass(torch.Tensor).float()
     assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_function_modes_and_subclasses_get_the_call_itself():
+    """They are asked before anything else; what they then call may be quick."""
+    query, key, value = tensors = draw()
+    expected = attention(*tensors)
+    with Seen() as mode:
+        found = attention(*tensors)
+    assert_close(found, expected, rtol=0, atol=0)
+    assert mode.seen == [attention]
+    found = attention(query.as_subclass(Mine), key, value)
+    assert type(found) is Mine
+    assert_close(found.as_subclass(torch.Tensor), expected, rtol=0, atol=0)
 
 
 def test_modes_and_profilers_see_the_op():

@@ -118,7 +118,11 @@ def _isa(library: ctypes.CDLL) -> str:
 
 class _Kept(threading.local):
     """Memory that a thread keeps for its next call: fresh pages would cost more than a small call
-    does. `workspace` is its address and size."""
+    does. `workspace` is the memory, its address and its size.
+
+    A call holds the tensors that it uses itself: what is kept here goes when the interpreter ends,
+    and a daemon thread may be in the midst of a call then.
+    """
 
     def __init__(self) -> None:
         self._rows = _memory(0)
@@ -127,14 +131,13 @@ class _Kept(threading.local):
     def keep(self, memory: Tensor) -> None:
         """Keep this workspace, unless it is a very large one."""
         if memory.numel() <= KEPT_BYTES:
-            self._memory = memory
-            self.workspace = memory.data_ptr(), memory.numel()
+            self.workspace = memory, memory.data_ptr(), memory.numel()
 
-    def rows(self, size: int) -> int:
-        """The address of so many bytes for the m and z that nobody asked for."""
+    def rows(self, size: int) -> Tensor:
+        """So many bytes for the m and z that nobody asked for."""
         if self._rows.numel() < size:
             self._rows = _memory(size)
-        return self._rows.data_ptr()
+        return self._rows
 
 
 def _memory(size: int) -> Tensor:
@@ -193,7 +196,8 @@ def run(
         value = value.contiguous()
         v_strides = value.stride()
     if m is None or z is None:
-        m_at = _kept.rows(8 * B * H * L)
+        rows = _kept.rows(8 * B * H * L)
+        m_at = rows.data_ptr()
         z_at = m_at + 4 * B * H * L
     else:
         m_at, z_at = m.data_ptr(), z.data_ptr()
@@ -204,7 +208,8 @@ def run(
         *q_strides[:3], *k_strides[:3], *v_strides[:3], *out.stride()[:3], m_at, z_at,
     ) + rules + statistics  # fmt: skip
     loop = lib.parallel_for, threads()
-    status = lib.forward(call + _FOOT.pack(*loop, *_kept.workspace))
+    memory, *place = _kept.workspace
+    status = lib.forward(call + _FOOT.pack(*loop, *place))
     if status == _SMALL_WORKSPACE:
         needed = ctypes.c_int64()
         lib.workspace(call + _FOOT.pack(*loop, 0, 0), ctypes.byref(needed))
