@@ -68,7 +68,7 @@ def run(
         *(field for t in (mask, added, bias) for field in library._dense(t, B, H, L, S)),
         *library._spread(key_mask, B, S), at(doc_q), at(doc_k),
         *library._spread(doc_q, B, L)[1:], *library._spread(doc_k, B, S)[1:],
-        at(sinks), *library._spread(slopes, B, H), *library._spread(head_mask, B, H),
+        at(sinks), *library._spread(slopes, batch, H), *library._spread(head_mask, batch, H),
         at(cu_q), at(cu_k), *(at(found.get(name)) for name in ROWS),
         *library._spread(first_key, B, L), at(found.get("top_weights")), at(found.get("top_keys")),
         top_k, at(found.get("key_mass")), library.find_library().parallel_for, threads, 0, 0,

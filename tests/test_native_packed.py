@@ -5,7 +5,7 @@ import torch
 from native_call import ROWS, STATISTICS, run
 from torch.testing import assert_close
 
-from clearhead.backends import native
+from clearhead.backends import library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS_Q = (5, 0, 130, 1, 60, 48, 7)
@@ -91,22 +91,22 @@ def test_offsets_that_do_not_fit_are_refused(cu_q, cu_k):
 def test_a_small_workspace_is_refused():
     """The last two fields of a call that is otherwise whole."""
     x = torch.ones(1, 2, 9, 4)
-    library, told = native._library(), []
+    lib, told = library.find_library(), []
 
     class Cramped:
-        parallel_for, workspace = library.parallel_for, library.workspace
+        parallel_for, workspace = lib.parallel_for, lib.workspace
 
         @staticmethod
         def forward(call):
-            place = native._CALL.size - 8
-            (room,) = native.struct.unpack_from("@q", call, place)
-            native.struct.pack_into("@q", call, place, room - 1)
-            told.append(library.forward(call))
-            native.struct.pack_into("@q", call, place, room)
-            return library.forward(call)
+            place = library._CALL.size - 8
+            (room,) = library.struct.unpack_from("@q", call, place)
+            library.struct.pack_into("@q", call, place, room - 1)
+            told.append(lib.forward(call))
+            library.struct.pack_into("@q", call, place, room)
+            return lib.forward(call)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_library", lambda: Cramped)
+        patch.setattr(library, "find_library", lambda: Cramped)
         run(x, x, x)
     small_workspace = 6
     assert told == [small_workspace]

@@ -1,17 +1,19 @@
 """attention(), varlen_attention() and explain(): the functions that everything else stands on."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.overrides import wrap_torch_function
+from torch.overrides import has_torch_function, wrap_torch_function
 
 from . import backends, kinds
 from .arguments import make_problem, need_tensor
 from .backends import native
 from .explanation import Explanation, explain
+from .problem import Problem
 from .results import Aux, AuxRequest, joined, summarised
 from .visibility import Window
 
@@ -187,7 +189,9 @@ def varlen_attention(
 
     Sequence n has the query rows cu_seqlens_q[n] ... cu_seqlens_q[n + 1] - 1 and the keys of
     cu_seqlens_k likewise, and gets exactly what `attention` gives it alone; causal and window are
-    aligned within the sequence, to its lower right. Any of them may be empty.
+    aligned within the sequence, to its lower right. Any of them may be empty. Where the backend of
+    all is native and no gradient or summary is wanted, one call of its kernels runs them all;
+    otherwise each has its own.
 
     Args:
         query: (total queries, H, D); key: (total keys, Hkv, D); value: (total keys, Hkv, Dv).
@@ -215,6 +219,7 @@ def varlen_attention(
             )
     bounds_q = _offsets("cu_seqlens_q", cu_seqlens_q, len(query), "query")
     bounds_k = _offsets("cu_seqlens_k", cu_seqlens_k, len(key), "key")
+    _offsets("cu_seqlens_k", cu_seqlens_k, len(value), "value")
     if len(bounds_q) != len(bounds_k):
         raise ValueError(
             f"varlen_attention: cu_seqlens_q counts {len(bounds_q) - 1} sequences and cu_seqlens_k "
@@ -229,15 +234,40 @@ def varlen_attention(
     N = len(bounds_q) - 1
     slopes = _per_sequence("alibi_slopes", alibi_slopes, N, query.shape[1])
     masks = _per_sequence("head_mask", head_mask, N, query.shape[1])
+    if backend != "auto":
+        backends.named(backend)
+
+    def sequence(n: int) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        """The arguments of attention for sequence n."""
+        rows, keys = slice(*bounds_q[n : n + 2]), slice(*bounds_k[n : n + 2])
+        tensors = query[rows], key[keys], value[keys]
+        q, k, v = (t.transpose(0, 1) for t in tensors)
+        return (q, k, v), {
+            "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "window": window,
+            "softcap": softcap, "sinks": sinks, "alibi_slopes": slopes[n], "head_mask": masks[n],
+            "deterministic": deterministic, "return_aux": return_aux,
+        }  # fmt: skip
+
+    lengths = list(zip(*map(_lengths, (bounds_q, bounds_k)), strict=True))
+    fewest = min((rows for rows, keys in lengths if rows and keys), default=0)
+    if fewest and _may_share_a_call(query, key, value, sinks, alibi_slopes, head_mask):
+        tensors, rules = sequence(0)
+        first = make_problem(*tensors, **rules)
+        q, k, v = (t.transpose(0, 1)[None].to(first.dtype) for t in (query, key, value))
+        whole = dataclasses.replace(
+            first, query=q, key=k, value=v, alibi_slopes=alibi_slopes, head_mask=head_mask
+        )
+        if _all_are_native(whole, fewest, backend):
+            out, aux = native.forward_packed(whole, bounds_q, bounds_k)
+            out, aux = _rows_first(out), aux.each(_rows_first)
+            return out if return_aux is None else (out, aux)
+
     outs, auxes = [], []
     for n in range(max(N, 1)):  # without a sequence, an empty one shows shapes and dtypes
-        rows, keys = slice(*bounds_q[n : n + 2]), slice(*bounds_k[n : n + 2])
-        out = attention(
-            query[rows].transpose(0, 1), key[keys].transpose(0, 1), value[keys].transpose(0, 1),
-            dropout_p=dropout_p, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
-            sinks=sinks, alibi_slopes=slopes[n], head_mask=masks[n], deterministic=deterministic,
-            backend=backend, return_aux=return_aux,
-        )  # fmt: skip
+        tensors, rules = sequence(n)
+        # Nothing is to be computed for an empty one, whatever backend the others need.
+        its_backend = backend if N and all(lengths[n]) else "auto"
+        out = attention(*tensors, **rules, backend=its_backend)
         if isinstance(out, tuple):
             out, aux = out
             auxes.append(aux)
@@ -252,6 +282,38 @@ def varlen_attention(
         )
 
     return out, joined(auxes, join)
+
+
+def _may_share_a_call(*tensors: Tensor | None) -> bool:
+    """Whether nobody has to see a call for each sequence: no compiler, which could not read the
+    offsets, no gradient, and no mode or subclass that looks at `attention`."""
+    if torch.compiler.is_compiling() or has_torch_function(tensors):
+        return False
+    return not torch.is_grad_enabled() or not any(
+        t is not None and t.requires_grad for t in tensors
+    )
+
+
+def _all_are_native(whole: Problem, fewest: int, backend: str) -> bool:
+    """Whether native is the backend of each packed sequence that has rows and keys, and gives all
+    that is asked for. Of their lengths only the fewest rows bear on that."""
+    if backend not in ("auto", native.NAME) or whole.aux.reduce is not None:
+        return False
+    shortest = dataclasses.replace(whole, query=whole.query[:, :, :fewest])
+    return (
+        native.why_not(shortest) is None
+        and backends.choose(shortest, backend) is native
+        and not backends.lacks(shortest, native)
+    )
+
+
+def _rows_first(tensor: Tensor) -> Tensor:
+    """(1, H, total, ...) -> (total, H, ...)"""
+    return tensor[0].transpose(0, 1).contiguous()
+
+
+def _lengths(bounds: list[int]) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(bounds)]
 
 
 def _offsets(name: str, offsets: Tensor, total: int, rows: str) -> list[int]:

@@ -175,10 +175,12 @@ def run(
     m: Tensor | None = None,
     z: Tensor | None = None,
     statistics: bytes = _NO_STATISTICS,
+    packed: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """Call the library, on whose presence the caller relies: out (B, H, L, Dv).
 
-    m and z (B, H, L) are filled where given, and so are the tensors of `statistics`.
+    m and z (B, H, L) are filled where given, and so are the tensors of `statistics`. `packed` is
+    for sequences packed into one batch item: how many, and the most queries and keys of one.
     """
     lib = find_library()
     assert isinstance(lib, Library)
@@ -202,6 +204,7 @@ def run(
     else:
         m_at, z_at = m.data_ptr(), z.data_ptr()
 
+    B, L, S = packed or (B, L, S)
     call = _HEAD.pack(
         B, H, Hkv, L, S, D, Dv, DTYPES[query.dtype],
         query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
@@ -249,9 +252,14 @@ def rules_of(
     right: int | None,
     scale: float,
     softcap: float | None,
+    offsets: Tensor | None = None,
 ) -> tuple[bytes, tuple]:
     """The part of a call of shape (B, H, L, S) that says what is added and who sees what, and the
-    tensors that must live until the call. All that are given broadcast."""
+    tensors that must live until the call. All that are given broadcast.
+
+    Of B packed sequences offsets (2, B + 1), int64 and dense, has where their rows and their keys
+    start and end.
+    """
     B, H, L, S = shape
     float_mask, bias = _readable(float_mask), _readable(bias)
     sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
@@ -263,9 +271,10 @@ def rules_of(
         *_dense(mask, *shape), *_dense(float_mask, *shape), *_dense(bias, *shape),
         *_spread(key_mask, B, S), _address(doc_q), _address(doc_k),
         *_spread(doc_q, B, L)[1:], *_spread(doc_k, B, S)[1:],
-        _address(sinks), *_spread(alibi_slopes, B, H), *_spread(head_mask, B, H), 0, 0,
+        _address(sinks), *_spread(alibi_slopes, B, H), *_spread(head_mask, B, H),
+        *((0, 0) if offsets is None else map(_address, offsets)),
     )  # fmt: skip
-    return rules, (float_mask, bias, sinks, alibi_slopes, head_mask, doc_q, doc_k)
+    return rules, (float_mask, bias, sinks, alibi_slopes, head_mask, doc_q, doc_k, offsets)
 
 
 def statistics_of(found: dict[str, Tensor], first_key: Tensor | None, B: int, L: int) -> bytes:

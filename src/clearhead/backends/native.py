@@ -2,8 +2,8 @@
 
 The forward pass is the op `clearhead::native`, and `clearhead::native_aux` where more than the
 output is asked for. Their backward is the op of `chunked`, from the row maximum m and sum z that
-the kernels save. `again` is the same forward pass beside the ops, for calls that need nothing of
-what the dispatcher does.
+the kernels save. `clearhead::native_packed` runs packed sequences, and has no backward. `again` is
+the same forward pass beside the ops, for calls that need nothing of what the dispatcher does.
 """
 
 from typing import Any, NamedTuple
@@ -77,17 +77,41 @@ def forward(problem: Problem) -> tuple[Tensor, Aux]:
     head_mask = p.head_mask if "head_mask" in given else None
     inputs = (*p.differentiable, p.mask, p.key_mask, p.doc_q, p.doc_k, head_mask, p.left, p.right,
               p.scale, p.softcap)  # fmt: skip
-    wanted = [name for name in p.aux.asked if name in given]
-    if not wanted:
+    names = _wanted(p)
+    if not names:
         return attend(*inputs)[0], Aux()
-    first_key = p.first_key if "first_mass" in wanted else None
-    names = [n for name in wanted for n in TOP_K.get(name, (name,))]
+    first_key = p.first_key if "first_mass" in names else None
     found = attend_aux(*inputs, first_key, names, p.aux.top_k)
-    return found[0], _aux(dict(zip(names, found[3], strict=True)))
+    return found[0], _aux(names, found[3])
 
 
-def _aux(found: dict[str, Tensor]) -> Aux:
+def forward_packed(
+    problem: Problem, bounds_q: list[int], bounds_k: list[int]
+) -> tuple[Tensor, Aux]:
+    """As `forward`, of packed sequences in one call; each gets the bits that it gets alone.
+
+    In problem they lie one behind the other, in one batch item, from bounds_q[n] to bounds_q[n + 1]
+    and bounds_k likewise. alibi_slopes and head_mask broadcast to (sequences, H); it has no other
+    tensors than these, sinks, query, key and value, and none of them needs a gradient.
+    """
+    p, names = problem, _wanted(problem)
+    out, found = attend_packed(
+        p.query, p.key, p.value, p.sinks, p.alibi_slopes, p.head_mask, p.left, p.right, p.scale,
+        p.softcap, bounds_q, bounds_k, names, p.aux.top_k,
+    )  # fmt: skip
+    return out, _aux(names, found)
+
+
+def _wanted(problem: Problem) -> list[str]:
+    """What a call asks for and these kernels give, by the names of clearhead.h, and "lse"."""
+    given = gives(problem)
+    wanted = [name for name in problem.aux.asked if name in given]
+    return [n for name in wanted for n in TOP_K.get(name, (name,))]
+
+
+def _aux(names: list[str], tensors: list[Tensor]) -> Aux:
     """What the op found, by the names of Aux; the lse alone carries a gradient."""
+    found = dict(zip(names, tensors, strict=True))
     found = {name: t if name == "lse" else t.detach() for name, t in found.items()}
     top_k = TopK(*(found.pop(name) for name in TOP_K["top_k"])) if "top_weights" in found else None
     return Aux(**found, top_k=top_k)
@@ -155,8 +179,15 @@ _ops.define(
     " -> (Tensor out, Tensor m, Tensor z, Tensor[] statistics)",
     tags=_tags,
 )
+_ops.define(
+    "native_packed(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, "
+    "Tensor? head_mask, int? left, int? right, float scale, float? softcap, int[] bounds_q, "
+    "int[] bounds_k, str[] wanted, int top_k) -> (Tensor out, Tensor[] statistics)",
+    tags=_tags,
+)
 attend = torch.ops.clearhead.native.default
 attend_aux = torch.ops.clearhead.native_aux.default
+attend_packed = torch.ops.clearhead.native_packed.default
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, ...]:
@@ -185,17 +216,56 @@ def _attend_aux(
     wanted: list[str],
     top_k: int,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    (B, H, L, _), S = query.shape, key.shape[2]
+    rules, _alive = rules_of((B, H, L, S), float_mask, bias, sinks, alibi_slopes, mask, key_mask,
+                             doc_q, doc_k, head_mask, left, right, scale, softcap)  # fmt: skip
+    return _call(query, key, value, rules, first_key, wanted, top_k)
+
+
+def _attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    head_mask: Tensor | None,
+    left: int | None,
+    right: int | None,
+    scale: float,
+    softcap: float | None,
+    bounds_q: list[int],
+    bounds_k: list[int],
+    wanted: list[str],
+    top_k: int,
+) -> tuple[Tensor, list[Tensor]]:
+    offsets = torch.tensor([bounds_q, bounds_k], dtype=torch.int64)
+    N, L, S = len(bounds_q) - 1, *offsets.diff().amax(-1).tolist()
+    shape = N, query.shape[1], L, S
+    rules, _alive = rules_of(shape, None, None, sinks, alibi_slopes, None, None, None, None,
+                             head_mask, left, right, scale, softcap, offsets)  # fmt: skip
+    out, _, _, found = _call(query, key, value, rules, None, wanted, top_k, (N, L, S))
+    return out, found
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rules: bytes,
+    first_key: Tensor | None,
+    wanted: list[str],
+    top_k: int,
+    packed: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, m and z (B, H, L), m = -inf and z = 0 where empty, and the wanted statistics, by the
     names of clearhead.h and "lse"."""
     why_none = find_library()
     if isinstance(why_none, str):
         raise NotImplementedError(f'attention(backend="native"): {why_none}')
-    (B, H, L, _), S = query.shape, key.shape[2]
-    rules, _alive = rules_of((B, H, L, S), float_mask, bias, sinks, alibi_slopes, mask, key_mask,
-                             doc_q, doc_k, head_mask, left, right, scale, softcap)  # fmt: skip
-    m, z, *found = _empty_rows(query, S, ["m", "z", *wanted], top_k)
+    B, _, L, _ = query.shape
+    m, z, *found = _empty_rows(query, key.shape[2], ["m", "z", *wanted], top_k)
     filled = dict(zip(wanted, found, strict=True))
-    out = run(query, key, value, rules, m, z, statistics_of(filled, first_key, B, L))
+    out = run(query, key, value, rules, m, z, statistics_of(filled, first_key, B, L), packed)
     if "lse" in filled:
         torch.add(z.log(), m, out=filled["lse"])
     return out, m, z, found
@@ -256,3 +326,4 @@ for _name, _kernel, _shapes in (("native", _attend, _fake), ("native_aux", _atte
     _ops.impl(_name, _kernel, "CPU")
     torch.library.register_fake(f"clearhead::{_name}", _shapes, lib=_ops)
     torch.library.register_autograd(f"clearhead::{_name}", _backward, setup_context=_save, lib=_ops)
+_ops.impl("native_packed", _attend_packed, "CPU")
