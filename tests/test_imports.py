@@ -77,6 +77,7 @@ RULES = {
     "inspection": Rule(ours=("inspection", "module", "functional", *GROUND)),
     "inspection.*": Rule(ours=("inspection", "module", "functional", *GROUND)),
     "inspection.trace": Rule(ours=("inspection", "convert", "module", "functional", *GROUND)),
+    "inspection.caught": Rule(ours=("inspection", "arguments", "functional", *GROUND)),
     "inspection.record": Rule(ours=("inspection", *GROUND), theirs=("torch", "safetensors")),
     # What can be shown has a door to the page that shows it.
     "inspection.steps": Rule(ours=("inspection", "module", *GROUND), late=("view.page",)),

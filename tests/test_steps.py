@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from clearhead import MultiHeadAttention, MultiHeadAttentionWrapper
+from clearhead.inspection.call_steps import heads_at_work
 from clearhead.inspection.steps import Steps
-from clearhead.inspection.trace import heads_at_work, trace, worked_example
+from clearhead.inspection.trace import trace, worked_example
 
 
 def facts_of(text):

@@ -270,6 +270,10 @@ def test_wrapper_without_heads_is_named(wrapper, x):
         trace(wrapper, x)
 
 
-def test_other_modules_are_named(x):
-    with pytest.raises(TypeError, match="^trace: module is a Linear; it must be a MultiHead"):
-        trace(torch.nn.Linear(7, 6), x)  # type: ignore[arg-type]
+def test_what_cannot_be_called_is_named(wrapper, x):
+    with pytest.raises(TypeError, match="^trace: module is a Tensor; it must be a module, or"):
+        trace(x, x)
+    with pytest.raises(TypeError, match=r"^trace: x is a NoneType; .* one sequence \(L, 7\)$"):
+        trace(wrapper)
+    with pytest.raises(ValueError, match="^trace: heads and sequence are of a call inside a model"):
+        trace(wrapper, x, heads=[0])

@@ -106,7 +106,7 @@ def sdpa(args: tuple, kwargs: dict[str, Any], module: nn.Module | None) -> Call:
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, mask = given["query"].detach(), given["key"].detach(), given.get("attn_mask")
     query, key, mask = _unpacked(query, key, mask, module)
-    query, key = _four_axes(query, module), _four_axes(key, module)
+    query, key = four_axes(query, module), four_axes(key, module)
     if query.shape[:2] != key.shape[:2]:
         B = torch.broadcast_shapes(query.shape[:1], key.shape[:1])[0]
         query, key = (t.expand(B, *t.shape[1:]) for t in (query, key))
@@ -164,13 +164,16 @@ def _folded(name: str, value: Any, lead: tuple[int, ...]) -> Any:
     return value.detach().expand(*lead, *value.shape[-behind:]).flatten(0, -behind - 1)
 
 
+# The arguments of F.multi_head_attention_forward in their order.
+_TORCH = ("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight",
+          "in_proj_bias", "bias_k", "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight",
+          "out_proj_bias", "training", "key_padding_mask", "need_weights",
+          "attn_mask")  # fmt: skip
+
+
 def torch_module(args: tuple, kwargs: dict[str, Any], module: nn.Module | None) -> Call:
     """F.multi_head_attention_forward: the projections again, and its masks (True = BLOCKED)."""
-    names = ("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight",
-             "in_proj_bias", "bias_k", "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight",
-             "out_proj_bias", "training", "key_padding_mask", "need_weights",
-             "attn_mask")  # fmt: skip
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(_TORCH, args, strict=False)), **kwargs}
     H, padding = given["num_heads"], given.get("key_padding_mask")
     query, key = given["query"], given["key"]
     if query.ndim == 2:
@@ -202,6 +205,28 @@ def torch_module(args: tuple, kwargs: dict[str, Any], module: nn.Module | None) 
     return _with_mask("multi_head_attention_forward", q, k, {}, allowed, False, 0)
 
 
+def torch_values(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values (N, H, S, Dv) of the same call, and the matrix and bias that its heads go through."""
+    given = {**dict(zip(_TORCH, args, strict=False)), **kwargs}
+    H, value, b = given["num_heads"], given["value"], given["in_proj_bias"]
+    value = value[:, None] if value.ndim == 2 else value
+    with torch.no_grad():
+        if given.get("use_separate_proj_weight"):
+            W = given["v_proj_weight"]
+        else:
+            W = given["in_proj_weight"].chunk(3)[2]
+        v = F.linear(value, W, None if b is None else b.chunk(3)[2])
+        N = v.shape[1]
+        if given.get("bias_v") is not None:
+            v = torch.cat([v, given["bias_v"].expand(1, N, -1)])
+        v = v.unflatten(-1, (H, -1)).permute(1, 2, 0, 3)
+        if given.get("static_v") is not None:
+            v = given["static_v"].unflatten(0, (N, H))
+        if given.get("add_zero_attn"):
+            v = F.pad(v, (0, 0, 0, 1))
+    return v, given["out_proj_weight"].detach(), given["out_proj_bias"]
+
+
 def _projected(query: Tensor, key: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Queries and keys, (length, N, E) each."""
     if given.get("use_separate_proj_weight"):
@@ -221,7 +246,7 @@ def softmax(
     """
     scores = scores.detach()
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    bias, weights = (_score_axes(t, module) for t in (scores, weights.detach()))
+    bias, weights = (score_axes(t, module) for t in (scores, weights.detach()))
     B, H, L, S = bias.shape
     query, key = bias.new_zeros(B, H, L, 1), bias.new_zeros(B, H, S, 1)
     # Codes that block with a huge negative number in place of -inf.
@@ -262,7 +287,7 @@ def _unpacked(
     return query.flatten(1, 2).unsqueeze(2), key, mask
 
 
-def _four_axes(tensor: Tensor, module: nn.Module | None) -> Tensor:
+def four_axes(tensor: Tensor, module: nn.Module | None) -> Tensor:
     """(B, H, length, D) of (..., length, D): heads are the third axis from the right, and of three
     axes the first holds batch and heads, or the batch alone where the module does not say."""
     if tensor.ndim == 2:
@@ -274,16 +299,16 @@ def _four_axes(tensor: Tensor, module: nn.Module | None) -> Tensor:
     return tensor.flatten(0, -4)
 
 
-def _score_axes(scores: Tensor, module: nn.Module | None) -> Tensor:
+def score_axes(scores: Tensor, module: nn.Module | None) -> Tensor:
     """(B, H, L, S); of five axes and more, all between the first and L are heads, in groups."""
-    return scores.flatten(1, -3) if scores.ndim > 4 else _four_axes(scores, module)
+    return scores.flatten(1, -3) if scores.ndim > 4 else four_axes(scores, module)
 
 
 def _mask_axes(mask: Tensor, axes: int, module: nn.Module | None, L: int, S: int) -> Tensor:
     """The mask of a call whose query has so many axes, with four or fewer."""
     if mask.ndim < 2:
         return mask.expand(L, S)
-    return _four_axes(mask, module) if mask.ndim == 3 == axes or mask.ndim > 4 else mask
+    return four_axes(mask, module) if mask.ndim == 3 == axes or mask.ndim > 4 else mask
 
 
 def _both(mask: Tensor | None, other: Tensor) -> Tensor:

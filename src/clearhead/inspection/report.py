@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .call_steps import heads_at_work
 from .capture import Capture, pieces
 from .steps import Step
-from .trace import heads_at_work, worked_example
+from .trace import worked_example
 
 MOST_TOKENS = 32  # of a text whose heads are shown in numbers
 FAITHFUL = 1e-3  # how far weights may be from softmax(q k / sqrt(D)) for those numbers to be right

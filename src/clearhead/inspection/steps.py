@@ -12,6 +12,38 @@ from torch import Tensor, nn
 
 ABOUT = "Point at a number of a result, and the row and the column that made it light up."
 
+# The axes of a step's values.
+TOKENS = ("tokens", "features")
+PER_TOKEN, PAIRS = ("heads", *TOKENS), ("heads", "queries", "keys")
+
+# Code, title and explanation, as far as they are the same for every call.
+SCORES = (
+    "scores = q @ k.transpose(-2, -1)",
+    "Scores",
+    "Row by row, a word's query meets every word's key in a dot product. The higher the score, "
+    "the better they fit.",
+)
+FUTURE = (
+    "The future is masked",
+    "No word may look at one that comes after it: above the diagonal every score becomes minus "
+    "infinity.",
+)
+CONTEXT = (
+    "context = weights @ v",
+    "Context",
+    "Each word receives the average of the values it may see, mixed in the proportions of its "
+    "weights. Every head has its own opinion.",
+)
+JOINED = (
+    "Heads side by side again",
+    "The split is undone: each word's pieces stand in one row. Again no number changes.",
+)
+OUTPUT = (
+    "Output",
+    "Until here the heads knew nothing of each other. One last learned matrix combines what they "
+    "found.",
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -74,11 +106,17 @@ class Steps(list[Any]):
         parameters: W_query, W_key, W_value and out_proj as far as there are such, each as the code
             multiplies by it: (columns in, columns out), or (H, columns in, columns out) of a
             wrapper, whose heads have their own.
+        call: of a call inside a model, what the code calls so: its tensors and numbers.
     """
 
-    def __init__(self, steps: Iterable[Any] = (), parameters: Mapping[str, Tensor] | None = None):
+    def __init__(
+        self,
+        steps: Iterable[Any] = (),
+        parameters: Mapping[str, Tensor] | None = None,
+        call: Any = None,
+    ):
         super().__init__(steps)
-        self.parameters = dict(parameters or {})
+        self.parameters, self.call = dict(parameters or {}), call
 
     def to_html(self, about: str = ABOUT) -> str:
         """The steps as one self-contained page, as text."""
@@ -86,7 +124,7 @@ class Steps(list[Any]):
 
         attention = None
         weights = next((step.values for step in self if step.name == "weights"), None)
-        if weights is not None:
+        if weights is not None and weights.shape[-1] == weights.shape[-2]:
             from .capture import Capture
 
             tokens = [" " * (n > 0) + word for n, word in enumerate(self[0].tokens)]
@@ -94,12 +132,16 @@ class Steps(list[Any]):
             capture.add(weights)
             attention = capture.data()
         return page.page(
-            title="Multi-head attention by hand",
+            title="Multi-head attention by hand" if self.call is None else self.call.layer,
             about=f"{len(self)} steps, {_sizes(self)}",
             attention=attention,
-            steps=[page.steps_data(self, self.parameters, about)],
+            steps=[page.steps_data(self, self.parameters, about, heads=self._heads())],
             start="steps",
         )
+
+    def _heads(self) -> list[str]:
+        """What the heads are called, where that is not 1, 2, ..."""
+        return [] if self.call is None else [str(h) for h in self.call.heads]
 
     def write(self, path: str | Path) -> str:
         """Write the page, and say so: "steps.html: 95 kB"."""

@@ -5,7 +5,7 @@ the step holds, so that what is shown and what was computed cannot drift apart. 
 read from a module by `trace`; `worked_example` makes one for any sentence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,31 @@ from torch import Tensor, nn
 from ..convert import from_torch
 from ..module import MultiHeadAttention
 from ..textbook import MultiHeadAttentionWrapper
-from .steps import Recorder, Step, Steps, parameters_of
+from .call_steps import steps_of
+from .caught import catch
+from .steps import (
+    CONTEXT,
+    FUTURE,
+    JOINED,
+    OUTPUT,
+    PAIRS,
+    PER_TOKEN,
+    SCORES,
+    TOKENS,
+    Recorder,
+    Steps,
+    parameters_of,
+)
 
 
 def trace(
-    module: MultiHeadAttention | MultiHeadAttentionWrapper | nn.MultiheadAttention,
-    x: Tensor,
+    module: Any,
+    x: Any = None,
     tokens: Sequence[str] | None = None,
+    *,
+    layer: int | str | None = None,
+    heads: Iterable[int] | None = None,
+    sequence: int = 0,
 ) -> Steps:
     """Compute one attention call step by step, with the module's own weights.
 
@@ -28,29 +46,59 @@ def trace(
           -> context -> recombined -> output
 
     A wrapper keeps its heads apart, so its steps begin with q, k, v; one without an out_proj ends
-    with recombined.
+    with recombined. Of any other model, and wherever a layer is named, the steps are those of one
+    call inside: the model runs once, as under `watch`, and the steps begin with q, k and v as the
+    call got them. They are held to what the call itself returned.
 
     Args:
         module: an efficient MultiHeadAttention, a wrapper, or torch's nn.MultiheadAttention, which
             looks both ways. Each option that is in use shows in the line that it changes, or has a
-            step of its own (scaled, gated).
-        x: one sequence (L, E), of the module's dtype and on its device.
-        tokens: L words to label rows and columns with; "1", "2", ... where None.
+            step of its own (scaled, gated). Or any model, or any function, that calls attention.
+        x: one sequence (L, E), of the module's dtype and on its device. For a call inside a model,
+            what the model takes: one argument, a list or tuple of arguments, a mapping of named
+            ones, or None for none.
+        tokens: words to label rows and columns with, L of them (S where those differ); "1", "2",
+            ... where None.
+        layer: the number or the path of a layer, as for `watch`; its first call is taken. None for
+            the first of all, where module is none of the three.
+        heads: of a call inside a model, which query heads, from 0; all where None.
+        sequence: of a call inside a model, which of its batch.
 
     Returns:
         The steps in order, each computed from the one before it: a list, whose to_html() makes a
-        page of them. The values of the last one are what module(x) returns, (L, H*D).
+        page of them. The values of the last one are what module(x) returns, (L, H*D). Of a call
+        inside a model the last is what its layer made of the context, where that could be had, and
+        `call` holds what the code of the steps calls so. Its numbers are in float32 or float64.
 
     Raises:
-        ValueError: x is not (L, E) with L at least 1, or tokens are not L words.
-        TypeError: module is of another class.
+        ValueError: x is not (L, E) with L at least 1, or tokens are not L words; no such layer was
+        called; or the call has more than 2^20 weights, which nobody can look at.
+        TypeError: module cannot be called.
         NotImplementedError: module attends to a context, drops weights, or is one that from_torch
-        refuses.
+        refuses; or a call inside a model is not what the steps make of it.
 
     >>> steps = trace(MultiHeadAttentionWrapper(6, 3, 2), torch.randn(5, 6))
     >>> [step.shape for step in steps if step.name in ("scores", "context", "output")]
     [(2, 5, 5), (2, 5, 3), (5, 6)]
+    >>> layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).eval()
+    >>> [step.name for step in trace(layer, torch.randn(1, 5, 6), layer="self_attn")]
+    ['q', 'k', 'v', 'scores', 'weights', 'context', 'recombined', 'output']
     """
+    known = isinstance(
+        module, MultiHeadAttention | MultiHeadAttentionWrapper | nn.MultiheadAttention
+    )
+    if layer is not None or not known:
+        if not callable(module):
+            raise TypeError(
+                f"trace: module is a {type(module).__name__}; it must be a module, or a function "
+                "that calls attention"
+            )
+        return steps_of(catch(module, x, 0 if layer is None else layer, heads, sequence), tokens)
+    if heads is not None or sequence:
+        raise ValueError(
+            "trace: heads and sequence are of a call inside a model; name its layer too, as in "
+            "layer=0"
+        )
     if isinstance(module, nn.MultiheadAttention):
         dropout = module.dropout if module.training else 0.0
         module = from_torch(module)
@@ -145,22 +193,6 @@ def worked_example(
     return Steps(recorder.steps, parameters_of(recorder.names["module"]))
 
 
-def heads_at_work(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[str]) -> list[Step]:
-    """The steps from given queries, keys and values (H, L, D) to context, causally.
-
-    >>> [step.name for step in heads_at_work(*torch.randn(3, 2, 5, 4), "abcde")]
-    ['q', 'k', 'v', 'scores', 'masked', 'weights', 'context']
-    """
-    recorder = Recorder(tokens, of_model={"q": q, "k": k, "v": v}, head_dim=q.shape[-1])
-    for name, (title, explanation) in {"q": QUERIES, "k": KEYS, "v": VALUES}.items():
-        recorder.step(PER_TOKEN, f'{name} = of_model["{name}"]', title, explanation)
-    _attend(recorder, q.shape[-1])
-    return recorder.steps
-
-
-TOKENS = ("tokens", "features")
-PER_TOKEN, PAIRS = ("heads", *TOKENS), ("heads", "queries", "keys")
-
 QUERIES = "Queries", "One learned matrix turns each word into a question: what is it looking for?"
 KEYS = "Keys", "A second matrix turns each word into a label: what can it be found by?"
 VALUES = "Values", "A third matrix gives what each word will hand over to those who find it."
@@ -208,8 +240,7 @@ def _efficient(
     step(
         TOKENS,
         "recombined = context.transpose(0, 1).flatten(start_dim=1)",
-        "Heads side by side again",
-        "The split is undone: each word's pieces stand in one row. Again no number changes.",
+        *JOINED,
         heads=H,
     )
     if module is not None and module.W_gate is not None:
@@ -248,13 +279,7 @@ def _plain(recorder: Recorder) -> None:
 
 def _attend(recorder: Recorder, D: int, module: MultiHeadAttention | None = None) -> None:
     """Record q, k, v -> context, which is the same arithmetic for both modules."""
-    recorder.step(
-        PAIRS,
-        "scores = q @ k.transpose(-2, -1)",
-        "Scores",
-        "Row by row, a word's query meets every word's key in a dot product. The higher the score, "
-        "the better they fit.",
-    )
+    recorder.step(PAIRS, *SCORES)
     held = "scores"
     early = module is not None and (module.scale is not None or module.softcap or module.alibi)
     if module is not None and early:
@@ -273,9 +298,8 @@ def _attend(recorder: Recorder, D: int, module: MultiHeadAttention | None = None
         recorder.step(
             PAIRS,
             f"{code}masked = {held}.masked_fill({' | '.join(masks)}, -math.inf)",
-            "The future is masked" if masks == ["future"] else "What is out of sight is masked",
-            "No word may look at one that comes after it: above the diagonal every score becomes "
-            "minus infinity."
+            FUTURE[0] if masks == ["future"] else "What is out of sight is masked",
+            FUTURE[1]
             if masks == ["future"]
             else f"A word sees {W} words, itself counted"
             + (", and none that comes after it." if "future" in masks else " to each side."),
@@ -296,13 +320,7 @@ def _attend(recorder: Recorder, D: int, module: MultiHeadAttention | None = None
         )
         reason += " Each head has a sink besides, which takes a share and gives nothing."
     recorder.step(PAIRS, code, "Weights", reason)
-    recorder.step(
-        PER_TOKEN,
-        "context = weights @ v",
-        "Context",
-        "Each word receives the average of the values it may see, mixed in the proportions of its "
-        "weights. Every head has its own opinion.",
-    )
+    recorder.step(PER_TOKEN, *CONTEXT)
 
 
 def _scaling(recorder: Recorder, module: MultiHeadAttention) -> tuple[str, str, str]:
@@ -328,17 +346,11 @@ def _scaling(recorder: Recorder, module: MultiHeadAttention) -> tuple[str, str, 
 
 
 def _mix(recorder: Recorder, code: str) -> None:
-    recorder.step(
-        TOKENS,
-        code,
-        "Output",
-        "Until here the heads knew nothing of each other. One last learned matrix combines what "
-        "they found.",
-    )
+    recorder.step(TOKENS, code, *OUTPUT)
 
 
 def _check(
-    module: MultiHeadAttention | MultiHeadAttentionWrapper, x: Tensor, tokens: Sequence[str] | None
+    module: MultiHeadAttention | MultiHeadAttentionWrapper, x: Any, tokens: Sequence[str] | None
 ) -> None:
     """Raise for what `trace` cannot follow."""
     if isinstance(module, MultiHeadAttention):
@@ -351,14 +363,13 @@ def _check(
                 f"trace: the steps have no {', '.join(options)}; trace a module without, and in "
                 "eval mode"
             )
-    elif isinstance(module, MultiHeadAttentionWrapper):
+    else:
         if not len(module.heads):
             raise ValueError("trace: the wrapper has no heads; it needs one or more")
         width = module.heads[0].input_dim
-    else:
+    if not isinstance(x, Tensor):
         raise TypeError(
-            f"trace: module is a {type(module).__name__}; it must be a MultiHeadAttention, a "
-            "MultiHeadAttentionWrapper or an nn.MultiheadAttention"
+            f"trace: x is a {type(x).__name__}; it must be a tensor, one sequence (L, {width})"
         )
     if x.dim() != 2 or len(x) == 0 or x.shape[1] != width:
         raise ValueError(

@@ -132,7 +132,7 @@ class Watch:
         if "torch._dynamo" in sys.modules:  # else nothing has been compiled
             self._stance = torch.compiler.set_stance("force_eager")
         if self.model is None:
-            self._all = Mode(self)
+            self._all = self.new_mode()
             self._all.__enter__()
         for path, module in self.modules.paths.items():
             if self._may_attend(path, module):
@@ -167,9 +167,13 @@ class Watch:
         ours = not type(module).__module__.startswith("torch.nn.")
         return not path or ours or isinstance(module, FUSED)
 
+    def new_mode(self) -> Mode:
+        """A mode that sees every torch call."""
+        return Mode(self)
+
     def starts(self, path: str, step: int) -> Mode | None:
         """The mode for a forward of the model, if it is one to be recorded."""
-        return Mode(self) if step % self.every == 0 or self.ablation.layers else None
+        return self.new_mode() if step % self.every == 0 or self.ablation.layers else None
 
     def finished(self, frame: Frame) -> None:
         """Remember whether a module attends; list one that should and was not seen to."""

@@ -283,8 +283,9 @@ def _number(value: float, precision: int) -> str:
 
 
 def _labels(step: StepLike, axis: int) -> Sequence[str]:
-    """Words for an axis along the text, 1, 2, ... for any other."""
-    if step.axes[axis] in ALONG_THE_TEXT:
+    """Words for an axis along the text, 1, 2, ... for any other, and for one that has another
+    length: of a call between two texts the words are those of one."""
+    if step.axes[axis] in ALONG_THE_TEXT and len(step.tokens) == step.shape[axis]:
         return step.tokens
     return [str(n + 1) for n in range(step.shape[axis])]
 

@@ -8,6 +8,7 @@ const MOST_TERMS = 6;
 //   product    left (row) times right (column)
 //   same       one number, taken over
 //   softmax    one row
+// Where a list of names is given, the first that is there.
 const RULES = {
   x: { formula: "X" },
   queries: { formula: "Q = X · W_Q", product: ["x", "W_query"] },
@@ -17,16 +18,25 @@ const RULES = {
   k: { formula: "Kₕ = columns of K that belong to head h", split: "keys", own: "W_key" },
   v: { formula: "Vₕ = columns of V that belong to head h", split: "values", own: "W_value" },
   scores: { formula: "Sₕ = Qₕ · Kₕᵀ", product: ["q", "k"], transposed: true },
-  scaled: { formula: "Sₕ / √D", scale: "scores" },
-  masked: { formula: "Sₕ[i, j] = −∞ where j > i", same: "scores" },
-  weights: { formula: "Aₕ = softmax(Sₕ / √D), row by row", softmax: "masked" },
+  scaled: { formula: "Sₕ, scaled", same: ["scores"] },
+  masked: { formula: "Sₕ[i, j] = −∞ where j > i", same: ["scaled", "scores"] },
+  weights: { formula: "Aₕ = softmax(Sₕ / √D), row by row", softmax: ["masked", "scaled", "scores"] },
   context: { formula: "Cₕ = Aₕ · Vₕ", product: ["weights", "v"] },
   recombined: { formula: "C = [C₁ | C₂ | …]", joined: "context" },
   output: { formula: "O = C · W_O", product: ["recombined", "out_proj"] },
-  wrapper_output: { formula: "the same, computed head by head", same: "output" },
+  wrapper_output: { formula: "the same, computed head by head", same: ["output"] },
 };
 
-export const formula = (name) => RULES[name]?.formula ?? "";
+// The same step of another call, told by its code.
+const OTHERS = {
+  masked: [/^future/, "Sₕ[i, j] = −∞ where i may not see j"],
+  weights: [/sqrt/, "Aₕ = softmax(Sₕ), row by row"],
+};
+
+export function formula({ name, code }) {
+  const [usual, other] = OTHERS[name] ?? [/^/, ""];
+  return usual.test(code) ? (RULES[name]?.formula ?? "") : other;
+}
 
 /**
  * How a step's numbers were made, for one head h (0 where the step has no heads):
@@ -54,8 +64,9 @@ export function origin(step, h, find, parameters) {
   if (rule.product) {
     return product(input(rule.product[0]), input(rule.product[1], rule.transposed), result);
   }
-  if (rule.same || rule.scale) {
-    const from = input(rule.same ?? rule.scale);
+  const there = (names) => names.find((name) => find(name)) ?? names[0];
+  if (rule.same) {
+    const from = input(there(rule.same));
     return from && cellwise(from, result, (i, c) => [i, c]);
   }
   if (rule.split) {
@@ -64,7 +75,10 @@ export function origin(step, h, find, parameters) {
     return from && cellwise(from, result, (i, c) => [i, h * width + c]);
   }
   if (rule.joined) return joined(find(rule.joined), result);
-  if (rule.softmax) return softmax(input(rule.softmax), find("q"), result);
+  if (rule.softmax) {
+    const D = step.code.includes("sqrt") ? find("q")?.shape.at(-1) : 1;
+    return softmax(input(there(rule.softmax)), D, step.code.includes("sink"), result);
+  }
   return null;
 }
 
@@ -120,25 +134,32 @@ function joined(step, result) {
   };
 }
 
-/** Two things at once: scores are scaled, and each row of them is brought to a sum of 1. */
-function softmax(from, queries, result) {
-  if (!from || !queries) return null;
-  const D = queries.shape.at(-1);
+/**
+ * Two things at once: scores are divided by √D, unless they were scaled before (D is 1), and each
+ * row of them is brought to a sum of 1, or less where there is a sink besides.
+ */
+function softmax(from, D, sink, result) {
+  if (!from || !D) return null;
+  const divided = D !== 1;
   const values = from.values.map((row) => row.map((value) => value / Math.sqrt(D)));
+  const scaled = { name: `${from.name} / √${D}`, step: from.step, values };
+  const both = [
+    [from, (i, c) => [i, c]],
+    [scaled, (i) => [i, null]],
+  ];
+  const shown = divided ? both : [[from, (i) => [i, null]]];
   return {
-    inputs: [from, { name: `${from.name} / √${D}`, step: from.step, values }],
-    signs: ["→", "→"],
-    lit: (i, c) => [
-      [i, c],
-      [i, null],
-    ],
+    inputs: shown.map(([one]) => one),
+    signs: shown.map(() => "→"),
+    lit: (i, c) => shown.map(([, where]) => where(i, c)),
     say(i, c) {
       if (values[i][c] === -Infinity) return "e to the power of −∞ is exactly 0";
       const seen = values[i].filter((value) => value !== -Infinity);
       const terms = seen.slice(0, MOST_TERMS).map((value) => `e^${factor(value)}`);
-      const rest = seen.length > MOST_TERMS ? " + …" : "";
+      const rest = (seen.length > MOST_TERMS ? " + …" : "") + (sink ? " + e^sink" : "");
+      const before = `${number(from.values[i][c])} / √${D} = ${number(values[i][c])};  `;
       return (
-        `${number(from.values[i][c])} / √${D} = ${number(values[i][c])};  ` +
+        (divided ? before : "") +
         `e^${factor(values[i][c])} / (${terms.join(" + ")}${rest}) = ${number(result[i][c])}`
       );
     },

@@ -104,7 +104,7 @@ function show(n) {
       el(
         "dl",
         { class: "what" },
-        ...term("Formula", formula(step.name)),
+        ...term("Formula", formula(step)),
         ...term("Shape", kinds),
         el("dt", { text: "Code" }),
         el("dd", {}, el("pre", {}, el("code", { text: step.code }))),
@@ -199,11 +199,11 @@ function cellName(step, i, c) {
   return `${label(row[i], 24)}, ${end.trim()}:  `;
 }
 
-/** What names the rows or columns of a step. */
+/** What names the rows or columns of a step; of a call between two texts the words are of one. */
 function names(step, axis) {
-  const kind = step.axes.at(axis);
-  if (kind !== "features") return step.tokens;
-  return Array.from({ length: step.shape.at(axis) }, (_, n) => String(n + 1));
+  const [kind, length] = [step.axes.at(axis), step.shape.at(axis)];
+  if (kind !== "features" && step.tokens.length === length) return step.tokens;
+  return Array.from({ length }, (_, n) => String(n + 1));
 }
 
 const LEARNED = { W_query: "W_Q", W_key: "W_K", W_value: "W_V", out_proj: "W_O" };
