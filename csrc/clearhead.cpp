@@ -3,6 +3,7 @@
 #include "clearhead.h"
 
 #include <math.h>
+#include <string.h>
 
 #include <atomic>
 #include <initializer_list>
@@ -62,6 +63,9 @@ Plan make_plan(const clearhead_call &c, const Kernel &kernel) {
   const int64_t heads = c.B * c.Hkv;
   p.q_floats = c.D * rows;
   p.out_floats = c.Dv * rows;
+  const int64_t few = p.G * c.L, most_few = kernel.lanes < MOST_FEW ? kernel.lanes : MOST_FEW;
+  p.few = few > most_few ? 0 : few > 4 ? MOST_FEW : few > 2 ? 4 : int(few);
+  p.few_floats = p.few * whole_lines(c.Dv);
   int64_t group = p.panels * heads / (workers(c) * 8);
   const int64_t fits = PANEL_FLOATS / (p.q_floats + p.out_floats);
   group = group < fits ? group : fits;
@@ -69,7 +73,13 @@ Plan make_plan(const clearhead_call &c, const Kernel &kernel) {
   group = group > 1 ? group : 1;
   p.groups = ceil_div(p.panels, group);
   p.group = ceil_div(p.panels, p.groups);
-  p.items = heads * p.groups;
+  // What is caught in passing (masses, top keys) goes from one span to the next.
+  const int64_t span = SPAN_BLOCKS * BLOCK, past = c.S - c.L;
+  p.first_span = c.left < past ? (past - c.left) / span : 0;
+  p.parts = ceil_div(c.S, span) - p.first_span;
+  const bool caught = c.first_mass || c.previous_mass || c.self_mass || c.top_weights;
+  if (!p.few || caught || workers(c) == 1 || heads >= workers(c) * 8) p.parts = 1;
+  p.items = heads * p.groups * p.parts;
 
   // Folding the scale needs a positive factor that is a normal float32; a score of -inf times 0
   // would be NaN.
@@ -97,6 +107,8 @@ Plan make_plan(const clearhead_call &c, const Kernel &kernel) {
   p.at_panels = place(p.group * p.panel_floats);
   p.at_statistics = place(p.statistics ? p.group * p.statistics_floats : 0);
   p.at_scores = place(tile);
+  p.at_few = place(p.few_floats);
+  p.at_weights = place(p.few ? tile : 0);
   p.at_cut = place(p.out_floats);
   p.at_mask = place(c.mask.data ? tile : 0);
   for (int n = 0; n < 2; n++) p.at_added[n] = place(c.added[n].data ? tile : 0);
@@ -104,6 +116,10 @@ Plan make_plan(const clearhead_call &c, const Kernel &kernel) {
   p.at_value = place(BLOCK * c.Dv);
   p.at_mass = place(c.key_mass ? p.G * MASS_BLOCKS * BLOCK * kernel.lanes : 0);
   p.worker_floats = at;
+
+  p.part_floats = p.few_floats + p.panel_floats;
+  p.at_parts = whole_lines(heads);
+  p.shared_floats = p.parts > 1 ? p.at_parts + heads * p.parts * p.part_floats : 0;
   return p;
 }
 
@@ -112,13 +128,14 @@ Plan make_mass_plan(const Plan &first, const Kernel &kernel) {
   const clearhead_call &c = *first.call;
   Plan p = first;
   p.merged = false;
+  p.few = 0;
   p.panels = p.G * ceil_div(c.L, kernel.rows);
   p.items = c.B * c.Hkv * ceil_div(c.S, MASS_BLOCKS * BLOCK);
   return p;
 }
 
 int64_t bytes_needed(const clearhead_call &c, const Plan &plan) {
-  return (workers(c) * plan.worker_floats + LINE) * int64_t(sizeof(float));
+  return (workers(c) * plan.worker_floats + plan.shared_floats + LINE) * int64_t(sizeof(float));
 }
 
 struct Work {
@@ -175,11 +192,13 @@ int32_t clearhead_forward(const clearhead_call *call) {
   if (status) return status;
   const Kernel *kernel = active_kernel(&status);
   if (!kernel) return status;
-  const Plan plan = make_plan(*call, *kernel);
+  Plan plan = make_plan(*call, *kernel);
   if (call->workspace_bytes < bytes_needed(*call, plan)) return CLEARHEAD_SMALL_WORKSPACE;
 
   const uintptr_t start = reinterpret_cast<uintptr_t>(call->workspace);
   float *const workspace = reinterpret_cast<float *>((start + 63) / 64 * 64);
+  plan.shared = workspace + workers(*call) * plan.worker_floats;
+  if (plan.parts > 1) memset(plan.shared, 0, plan.at_parts * sizeof(float));
   run_all(plan, kernel->item, workspace);
   if (call->key_mass) run_all(make_mass_plan(plan, *kernel), kernel->mass, workspace);
   return CLEARHEAD_OK;

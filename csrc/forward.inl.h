@@ -39,23 +39,32 @@ void start_panel(const Item &item, int64_t number, int n) {
 
 // -- blocks ----------------------------------------------------------------------------------------
 
-template <int WANTED>
+template <class T, int WANTED>
 void weigh_run(const Item &item, const Block &block, const Panel &P, const Run &run, float *o,
                const float *a, const float *base, Sums &sums, bool whole) {
   const int v0 = run.v0 * VL, keys = run.j1 - run.j0, Dv = int(item.call.Dv);
   const int n = int(block.n0) + run.j0;
   float *s = item.scores() + run.j0 * ROWS + v0;
   const float exponent = item.plan.exponent;
+  if (item.plan.few) {
+    const clearhead_call &c = item.call;
+    const FewRows<T> values = {value_of<T>(item, n), c.value_strides[2], Dv};
+    const int64_t next = least(n + BLOCK, c.S - keys);
+    const FewRows<T> after = {key_of<T>(item, next), c.key_strides[2], int(c.D)};
+    exponentials<1, WANTED>(s, item.weights(), keys, base, exponent, P.own, n, sums, 0);
+    BY_FEW(item.plan.few, few_weigh, values, after, s, item.weights(), keys, item.few_out(), a)
+    return;
+  }
   const Rows V = {block.V.at + run.j0 * block.V.stride, block.V.stride};
   switch (run.v1 - run.v0) {
     case 1:
-      exponentials<1, WANTED>(s, keys, base + v0, exponent, P.own + v0, n, sums, v0);
+      exponentials<1, WANTED>(s, s, keys, base + v0, exponent, P.own + v0, n, sums, v0);
       return weigh<1>(V, s, keys, o + v0, a + v0, Dv, whole);
     case 2:
-      exponentials<2, WANTED>(s, keys, base + v0, exponent, P.own + v0, n, sums, v0);
+      exponentials<2, WANTED>(s, s, keys, base + v0, exponent, P.own + v0, n, sums, v0);
       return weigh<2>(V, s, keys, o + v0, a + v0, Dv, whole);
     default:
-      exponentials<3, WANTED>(s, keys, base + v0, exponent, P.own + v0, n, sums, v0);
+      exponentials<3, WANTED>(s, s, keys, base + v0, exponent, P.own + v0, n, sums, v0);
       return weigh<3>(V, s, keys, o + v0, a + v0, Dv, whole);
   }
 }
@@ -66,7 +75,7 @@ void see_block(const Item &item, Block &block, int n) {
   const int statistics = item.plan.statistics;
   Sight sight;
   if (!look(item, P, block, sight)) return;
-  if (!block.loaded) load_keys<T>(item, block), load_values<T>(item, block);
+  if (!block.loaded && !item.plan.few) load_keys<T>(item, block), load_values<T>(item, block);
   block.loaded = true;
 
   alignas(64) float m[ROWS], base[ROWS], a[ROWS];
@@ -74,7 +83,7 @@ void see_block(const Item &item, Block &block, int n) {
   Sums sums;
   for (int v = 0; v < P.vectors; v++) store(m + v * VL, P.state[v].m);
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
-    score_run(item, P, block, sight.data, *run, item.q(n), m);
+    score_run<T>(item, P, block, sight.data, *run, item.q(n), m);
   for (int v = 0; v < P.vectors; v++) {
     const vf base_i = base_of(load(m + v * VL));
     old[v] = move(P.state[v].m, base_i, item.plan.exponent);
@@ -94,9 +103,9 @@ void see_block(const Item &item, Block &block, int n) {
       take_top(*run, int(block.n0), item.scores(), int(item.call.top_k), item.statistics(n));
     if (!block.finite) spoil<T>(item, block, *run, sum);
     switch (statistics & (ENTROPY | DISTANCE)) {
-      case 0: weigh_run<0>(item, block, P, *run, sum, a, base, sums, whole); break;
-      case ENTROPY: weigh_run<ENTROPY>(item, block, P, *run, sum, a, base, sums, whole); break;
-      default: weigh_run<ENTROPY | DISTANCE>(item, block, P, *run, sum, a, base, sums, whole);
+      case 0: weigh_run<T, 0>(item, block, P, *run, sum, a, base, sums, whole); break;
+      case ENTROPY: weigh_run<T, ENTROPY>(item, block, P, *run, sum, a, base, sums, whole); break;
+      default: weigh_run<T, ENTROPY | DISTANCE>(item, block, P, *run, sum, a, base, sums, whole);
     }
   }
   if (!whole) merge(sum, o, a, int(item.call.Dv), P.vectors);
@@ -171,10 +180,31 @@ void finish_panel(const Item &item, int n, const State *states, const float *o) 
   }
 }
 
+// Few rows: the end of a span that is an item of its own. The last one to end joins them all, in their
+// order, whoever made them.
+template <class T>
+void end_part(const Item &item, int64_t number) {
+  const Plan &plan = item.plan;
+  const int64_t head = number / plan.parts, Dv = item.call.Dv;
+  const auto part = [&](int64_t n) { return plan.shared + plan.at_parts + n * plan.part_floats; };
+  Panel &P = item.panel(0);
+  memcpy(part(number), item.few_out(), plan.few_floats * sizeof(float));
+  memcpy(part(number) + plan.few_floats, &P, sizeof P);
+  int32_t *const ended = reinterpret_cast<int32_t *>(plan.shared) + head;
+  if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < plan.parts) return;
+  memset(item.total(0), 0, plan.out_floats * sizeof(float));
+  for (int64_t n = head * plan.parts; n < (head + 1) * plan.parts; n++) {
+    P.state[0] = reinterpret_cast<const Panel *>(part(n) + plan.few_floats)->state[0];
+    few_to_lanes(part(n), plan.few, int(Dv), item.out(0));
+    end_span(item, 0);
+  }
+  finish_panel<T>(item, 0, P.total, item.total(0));
+}
+
 template <class T>
 void run_item(const Plan &plan, int64_t number, float *workspace) {
   const clearhead_call &c = *plan.call;
-  const int64_t head = number / plan.groups;
+  const int64_t head = number / (plan.groups * plan.parts);
   // The last rows see most when causal: a long item at the end would keep the others waiting.
   const int64_t start = (plan.groups - 1 - number % plan.groups) * plan.group;
   const int panels = int(least(plan.group, plan.panels - start));
@@ -183,11 +213,16 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
   for (int n = 0; n < panels; n++) {
     const Panel &P = item.panel(n);
     start_panel<T>(item, start + n, n);
-    memset(item.out(n), 0, plan.out_floats * sizeof(float));
+    if (!plan.few) memset(item.out(n), 0, plan.out_floats * sizeof(float));
     if (plan.statistics) start_statistics(c, item.b, P, item.statistics(n));
     for (int v = 0; v < P.vectors; v++) first = least(first, P.lo[v]), end = most(end, P.hi[v]);
   }
   constexpr int64_t SPAN = SPAN_BLOCKS * BLOCK;
+  if (plan.parts > 1) {
+    const int64_t span = (plan.first_span + number % plan.parts) * SPAN;
+    first = most(first, span), end = least(end, span + SPAN);
+  }
+  memset(item.few_out(), 0, plan.few_floats * sizeof(float));
   const bool spans = end > first / SPAN * SPAN + SPAN;
   for (int n = 0; spans && n < panels; n++)
     memset(item.total(n), 0, plan.out_floats * sizeof(float));
@@ -195,9 +230,14 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
     Block block;
     if (start_block(item, n0, end, block))
       for (int n = 0; n < panels; n++) see_block<T>(item, block, n);
-    if (spans && ((n0 + BLOCK) % SPAN == 0 || n0 + BLOCK >= end))
+    if (spans && ((n0 + BLOCK) % SPAN == 0 || n0 + BLOCK >= end)) {
+      if (plan.few) few_to_lanes(item.few_out(), plan.few, int(c.Dv), item.out(0));
+      memset(item.few_out(), 0, plan.few_floats * sizeof(float));
       for (int n = 0; n < panels; n++) end_span(item, n);
+    }
   }
+  if (plan.parts > 1) return end_part<T>(item, number);
+  if (plan.few && !spans) few_to_lanes(item.few_out(), plan.few, int(c.Dv), item.out(0));
   for (int n = 0; n < panels; n++)
     finish_panel<T>(item, n, spans ? item.panel(n).total : item.panel(n).state,
                     spans ? item.total(n) : item.out(n));

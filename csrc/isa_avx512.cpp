@@ -16,6 +16,7 @@ namespace clearhead {
 #include "tiles.inl.h"
 #include "statistics.inl.h"
 #include "softmax.inl.h"
+#include "decode.inl.h"
 #include "block.inl.h"
 #include "forward.inl.h"
 #include "mass.inl.h"

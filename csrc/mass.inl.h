@@ -44,7 +44,7 @@ void add_block(const Item &item, Block &block, int n, float *mass) {
   for (int v = 0; v < P.vectors; v++) store(top + v * VL, splat(-INFINITY));
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++) {
     const int v0 = run->v0 * VL;
-    score_run(item, P, block, sight.data, *run, item.q(n), top);
+    score_run<T>(item, P, block, sight.data, *run, item.q(n), top);
     BY_VECTORS(run->v1 - run->v0, add_masses, item.scores() + run->j0 * ROWS + v0,
                run->j1 - run->j0, m + v0, factor + v0, plan.raw ? plan.scale : 1.f,
                mass + run->j0 * VL)

@@ -104,10 +104,11 @@ NOINLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, co
   }
 }
 
-// Steps 3 and 4, with the sums that statistics want. base is m, and 0 for a row that has seen nothing.
+// Steps 3 and 4, with the sums that statistics want; p may stand where s does. base is m, and 0 for a
+// row that has seen nothing.
 template <int N, int WANTED>
-NOINLINE void exponentials(float *s, int keys, const float *base, float exponent, const int32_t *own,
-                           int n, Sums &sums, int v0) {
+NOINLINE void exponentials(const float *s, float *p, int keys, const float *base, float exponent,
+                           const int32_t *own, int n, Sums &sums, int v0) {
   float *l = sums.l + v0, *entropy = sums.entropy + v0, *distance = sums.distance + v0;
   vf m_i[N], l_i[N], e_i[N], d_i[N];
   vi own_i[N];
@@ -117,11 +118,11 @@ NOINLINE void exponentials(float *s, int keys, const float *base, float exponent
     if (WANTED & ENTROPY) e_i[v] = load(entropy + v * VL);
     if (WANTED & DISTANCE) d_i[v] = load(distance + v * VL), own_i[v] = load(own + v * VL) - n;
   }
-  for (int j = 0; j < keys; j++, s += ROWS)
+  for (int j = 0; j < keys; j++, s += ROWS, p += ROWS)
     UNROLL for (int v = 0; v < N; v++) {
       const vf log_p = vmax(splat(EXP2_LEAST), (load(s + v * VL) - m_i[v]) * exponent);
       const vf p_ij = exp2_from_least(log_p);
-      store(s + v * VL, p_ij);
+      store(p + v * VL, p_ij);
       l_i[v] += p_ij;
       if (WANTED & ENTROPY) e_i[v] += p_ij * log_p;  // 0 * EXP2_LEAST where blocked
       if (WANTED & DISTANCE) d_i[v] += p_ij * magnitude(own_i[v] - j);
