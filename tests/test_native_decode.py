@@ -51,7 +51,8 @@ def test_every_rule(rules, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("D", "Dv"), [(1, 17), (3, 512), (15, 1), (16, 33), (17, 3), (31, 64),
-                                       (33, 16), (64, 65), (72, 40), (128, 128), (257, 100),])  # fmt: skip
+                                       (33, 16), (64, 65), (72, 40), (128, 128),
+                                        (257, 100),])  # fmt: skip
 def test_head_sizes(D, Dv, dtype):
     for G in (1, 2, 4, 7):
         case = Case("sizes", B=24, H=G, Hkv=1, L=1, S=101, D=D, Dv=Dv, rules=ALL_RULES["nothing"])
@@ -112,7 +113,8 @@ LAST = {
 def test_the_same_bits_among_many_rows(name, dtype):
     """Each of the last rows alone, and few of them, as at the end of a call with many."""
     rules = LAST[name]
-    for S, D, Dv in ((MANY, 5, 3), (96, 16, 33), (96, 512, 31), (97, 128, 64), (SPAN, 40, 72), (SPAN + 1, 64, 17),
+    for S, D, Dv in ((MANY, 5, 3), (96, 16, 33), (96, 512, 31), (97, 128, 64),
+                     (SPAN, 40, 72), (SPAN + 1, 64, 17),
                      (3 * SPAN + 5, 33, 16)):  # fmt: skip
         query, key, value = draw(S=S, D=D, Dv=Dv, dtype=dtype)
         many, of_many = attend(query, key, value, **rules, return_aux=AuxRequest(lse=True))
