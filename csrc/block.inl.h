@@ -21,6 +21,8 @@ struct Item {
                                            n * plan.statistics_floats);
   }
   float *scores() const { return workspace + plan.at_scores; }
+  float *few_out() const { return workspace + plan.at_few; }
+  float *weights() const { return workspace + plan.at_weights; }
   float *cut() const { return workspace + plan.at_cut; }
   float *mask() const { return workspace + plan.at_mask; }
   float *added(int n) const { return workspace + plan.at_added[n]; }
@@ -49,7 +51,7 @@ NOINLINE bool start_block(const Item &item, int64_t n0, int64_t end, Block &bloc
   const clearhead_call &c = item.call;
   block.n0 = n0, block.n1 = least(n0 + BLOCK, c.S);
   block.keys = int(least(to_tile(least(end, block.n1) - n0), block.n1 - n0));
-  block.loaded = false;
+  block.loaded = false, block.finite = true;
   block.data = {};
   for (int n = 0; n < 2; n++)
     if (c.added[n].data) block.data.added[n] = item.added(n);
@@ -108,6 +110,13 @@ NOINLINE bool look(const Item &item, const Panel &P, const Block &block, Sight &
 // -- keys and values -------------------------------------------------------------------------------
 
 template <class T>
+INLINE const T *key_of(const Item &item, int64_t j) {
+  const clearhead_call &c = item.call;
+  return static_cast<const T *>(c.key) + item.b * c.key_strides[0] + item.g * c.key_strides[1] +
+         j * c.key_strides[2];
+}
+
+template <class T>
 INLINE const T *value_of(const Item &item, int64_t j) {
   const clearhead_call &c = item.call;
   return static_cast<const T *>(c.value) + item.b * c.value_strides[0] +
@@ -117,9 +126,7 @@ INLINE const T *value_of(const Item &item, int64_t j) {
 template <class T>
 void load_keys(const Item &item, Block &block) {
   const clearhead_call &c = item.call;
-  const T *k = static_cast<const T *>(c.key) + item.b * c.key_strides[0] +
-               item.g * c.key_strides[1] + block.n0 * c.key_strides[2];
-  block.K = key_rows(k, c.key_strides[2], block.keys, int(c.D), item.key());
+  block.K = key_rows(key_of<T>(item, block.n0), c.key_strides[2], block.keys, int(c.D), item.key());
 }
 
 template <class T>
@@ -146,15 +153,20 @@ NOINLINE void spoil(const Item &item, const Block &block, const Run &run, float 
 // -- scores ----------------------------------------------------------------------------------------
 
 // Steps 1 and 2 of one run; m is the maximum so far.
-template <bool PAIRS>
+template <class T>
 void score_run(const Item &item, const Panel &P, const Block &block, const Data &data,
                const Run &run, const float *q, float *m) {
   const clearhead_call &c = item.call;
   const int n0 = int(block.n0), v0 = run.v0 * VL;
   const bool last = item.plan.raw && !data.mask && !data.key_mask && !data.doc_k;
+  constexpr bool PAIRS = PAIRED<T>;
   const int words = PAIRS ? (int(c.D) + 1) / 2 : int(c.D);
   float *s = item.scores() + v0;
-  switch (run.v1 - run.v0) {
+  if (item.plan.few) {
+    const FewRows<T> K = {key_of<T>(item, n0), c.key_strides[2], int(c.D)};
+    const FewRows<T> V = {value_of<T>(item, n0), c.value_strides[2], int(c.Dv)};
+    BY_FEW(item.plan.few, few_scores, K, V, q, P, run, n0, last, s, m)
+  } else switch (run.v1 - run.v0) {
     case 1: scores<PAIRS, 1>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
     case 2: scores<PAIRS, 2>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
     default: scores<PAIRS, 3>(block.K, q + v0, words, P, run, n0, last, s, m + v0);

@@ -3,6 +3,7 @@
 #include "clearhead.h"
 
 #include <math.h>
+#include <string.h>
 
 #include <atomic>
 #include <initializer_list>
@@ -59,7 +60,7 @@ struct Pass {
   Plan (*plan)(const Job &job, const clearhead_call &part);
   void (*item)(const Plan &plan, int64_t item, float *workspace);
   int64_t *starts;
-  float *workspace;
+  float *shared, *workspace;
   std::atomic<int64_t> next{0};
 };
 
@@ -80,7 +81,8 @@ void work(int64_t first, int64_t end, void *context) {
     while (item < items) {
       const int64_t s = part_with(pass, item);
       const clearhead_call part = part_of(pass.job, s);
-      const Plan plan = pass.plan(pass.job, part);
+      Plan plan = pass.plan(pass.job, part);
+      plan.shared = pass.shared;
       for (; item < pass.starts[s + 1]; item = pass.next.fetch_add(1, std::memory_order_relaxed))
         pass.item(plan, item - pass.starts[s],
                   pass.workspace + worker * pass.job.worker_floats);
@@ -93,10 +95,15 @@ void run_pass(const Job &job, Plan (*plan)(const Job &, const clearhead_call &),
   const clearhead_call &c = *job.whole;
   const uintptr_t start = (reinterpret_cast<uintptr_t>(c.workspace) + 63) / 64 * 64;
   int64_t *const starts = reinterpret_cast<int64_t *>(start);
-  Pass pass{job, plan, item, starts, reinterpret_cast<float *>(start) + job.start_floats};
+  float *const shared = reinterpret_cast<float *>(start) + job.start_floats;
+  Pass pass{job, plan, item, starts, shared, shared + job.shared_floats};
   starts[0] = 0;
-  for (int64_t s = 0; s < job.parts; s++)
-    starts[s + 1] = starts[s] + plan(job, part_of(job, s)).items;
+  for (int64_t s = 0; s < job.parts; s++) {
+    const clearhead_call part = part_of(job, s);
+    const Plan p = plan(job, part);
+    starts[s + 1] = starts[s] + p.items;
+    if (job.shared_floats) memset(shared, 0, size_t(p.at_pieces) * sizeof(float));
+  }
   const int64_t items = starts[job.parts], n = job.workers < items ? job.workers : items;
   if (n > 1 && c.parallel_for)
     c.parallel_for(0, n, 1, work, &pass);

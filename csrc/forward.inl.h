@@ -39,27 +39,37 @@ void start_panel(const Item &item, int64_t number, int n) {
 
 // -- blocks ----------------------------------------------------------------------------------------
 
-template <bool PAIRS, int WANTED>
+template <class T, int WANTED>
 void weigh_run(const Item &item, const Block &block, const Panel &P, const Run &run, float *o,
                const float *a, const float *base, Sums *sums, bool whole) {
-  const int v0 = run.v0 * VL, keys = run.j1 - run.j0, Dv = int(item.call.Dv);
+  constexpr bool PAIRS = PAIRED<T>;
+  const clearhead_call &c = item.call;
+  const int v0 = run.v0 * VL, keys = run.j1 - run.j0, Dv = int(c.Dv);
   const int words = PAIRS ? (keys + 1) / 2 : keys, first = PAIRS ? run.j0 / 2 : run.j0;
   float *s = item.scores() + run.j0 * ROWS + v0;
   const float exponent = item.plan.exponent;
-  const Rows V = {block.V.at + first * block.V.stride, block.V.stride};
   vi own[NV];
   for (int v = run.v0; v < run.v1; v++)
     own[v - run.v0] = load(P.own + v * VL) - (int(block.n0) + run.j0);
   sums += run.v0;
+  if (item.plan.few) {
+    const int64_t n = block.n0 + run.j0, next = least(n + BLOCK, c.S - keys);
+    const FewRows<T> values = {value_of<T>(item, n), c.value_strides[2], Dv};
+    const FewRows<T> after = {key_of<T>(item, next), c.key_strides[2], int(c.D)};
+    exponentials<PAIRS, 1, WANTED>(s, item.weights(), keys, base, exponent, own, sums);
+    BY_FEW(item.plan.few, few_weigh, values, after, s, item.weights(), keys, item.few_out(), a)
+    return;
+  }
+  const Rows V = {block.V.at + first * block.V.stride, block.V.stride};
   switch (run.v1 - run.v0) {
     case 1:
-      exponentials<PAIRS, 1, WANTED>(s, keys, base + v0, exponent, own, sums);
+      exponentials<PAIRS, 1, WANTED>(s, s, keys, base + v0, exponent, own, sums);
       return weigh<PAIRS, 1>(V, s, words, o + v0, a + v0, Dv, whole);
     case 2:
-      exponentials<PAIRS, 2, WANTED>(s, keys, base + v0, exponent, own, sums);
+      exponentials<PAIRS, 2, WANTED>(s, s, keys, base + v0, exponent, own, sums);
       return weigh<PAIRS, 2>(V, s, words, o + v0, a + v0, Dv, whole);
     default:
-      exponentials<PAIRS, 3, WANTED>(s, keys, base + v0, exponent, own, sums);
+      exponentials<PAIRS, 3, WANTED>(s, s, keys, base + v0, exponent, own, sums);
       return weigh<PAIRS, 3>(V, s, words, o + v0, a + v0, Dv, whole);
   }
 }
@@ -67,12 +77,11 @@ void weigh_run(const Item &item, const Block &block, const Panel &P, const Run &
 template <class T>
 void see_block(const Item &item, Block &block, int n) {
   Panel &P = item.panel(n);
-  constexpr bool PAIRS = PAIRED<T>;
   constexpr int BOTH = ENTROPY | DISTANCE;
   const int statistics = item.plan.statistics;
   Sight sight;
   if (!look(item, P, block, sight)) return;
-  if (!block.loaded) load_keys<T>(item, block), load_values<T>(item, block);
+  if (!block.loaded && !item.plan.few) load_keys<T>(item, block), load_values<T>(item, block);
   block.loaded = true;
 
   alignas(64) float m[ROWS], base[ROWS], a[ROWS];
@@ -80,7 +89,7 @@ void see_block(const Item &item, Block &block, int n) {
   Sums sums[NV] = {};
   for (int v = 0; v < P.vectors; v++) store(m + v * VL, P.state[v].m);
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
-    score_run<PAIRS>(item, P, block, sight.data, *run, item.q(n), m);
+    score_run<T>(item, P, block, sight.data, *run, item.q(n), m);
   for (int v = 0; v < P.vectors; v++) {
     const vf base_i = base_of(load(m + v * VL));
     old[v] = move(P.state[v].m, base_i, item.plan.exponent);
@@ -97,9 +106,9 @@ void see_block(const Item &item, Block &block, int n) {
       take_top(*run, int(block.n0), item.scores(), int(item.call.top_k), item.statistics(n));
     if (!block.finite) spoil<T>(item, block, *run, sum);
     const int wanted = statistics & BOTH;
-    const auto weighed = wanted == 0         ? weigh_run<PAIRS, 0>
-                         : wanted == ENTROPY ? weigh_run<PAIRS, ENTROPY>
-                                             : weigh_run<PAIRS, BOTH>;
+    const auto weighed = wanted == 0         ? weigh_run<T, 0>
+                         : wanted == ENTROPY ? weigh_run<T, ENTROPY>
+                                             : weigh_run<T, BOTH>;
     weighed(item, block, P, *run, sum, a, base, sums, whole);
   }
   if (!whole) merge(sum, o, a, int(item.call.Dv), P.vectors);
@@ -107,79 +116,12 @@ void see_block(const Item &item, Block &block, int n) {
     add_sums(P.state[v], load(m + v * VL), old[v], sums[v]);
 }
 
-// Joins what a panel has of a span into its total, and starts afresh.
-NOINLINE void end_span(const Item &item, int n) {
-  Panel &P = item.panel(n);
-  float *o = item.out(n), *total = item.total(n);
-  for (int v = 0; v < P.vectors; v++) {
-    vf a, c;
-    join(P.total[v], P.state[v], item.plan.exponent, a, c);
-    P.state[v] = NOTHING;
-    for (int64_t d = 0; d < item.call.Dv; d++) {
-      const int64_t at = d * ROWS + v * VL;
-      store(total + at, joined(load(total + at), load(o + at), a, c));
-      store(o + at, vf{});
-    }
-  }
-}
-
-// -- the end ---------------------------------------------------------------------------------------
-
-// Step 6: m, z, out and the statistics of a panel. A sink is one more score, without a value.
-template <class T>
-void finish_panel(const Item &item, int n, const State *states, const float *o) {
-  const Plan &plan = item.plan;
-  const clearhead_call &c = item.call;
-  const Panel &P = item.panel(n);
-  for (int v = 0; v < P.vectors; v++) {
-    const Place *row = P.place + v * VL;
-    const State &state = states[v];
-    const vf l_i = state.l + state.l_lost;
-    vf m_i = state.m, z_i = l_i, z_used = PAIRED<T> ? state.used : l_i;
-    vf factor = splat(1.f), apart = {};
-    const vi empty = l_i == 0.f;
-    if (plan.raw) m_i *= plan.scale;
-    const vf max_logit = empty ? splat(-INFINITY) : l_i == l_i ? m_i : l_i;
-    if (c.sinks) {
-      vf sink;
-      for (int r = 0; r < VL; r++) sink[r] = c.sinks[row[r].h];
-      const vf joint = vmax(sink, m_i);
-      apart = vmax(splat(EXP2_LEAST), m_i - joint);
-      factor = exp(m_i - joint);
-      const vf of_sink = exp(sink - joint);
-      z_i = z_i * factor + of_sink;
-      z_used = z_used * factor + of_sink;
-      m_i = joint;
-    }
-    m_i = empty ? splat(-INFINITY) : z_i == z_i ? m_i : z_i;
-    z_i = empty ? vf{} : z_i;
-    vf out_factor = empty ? vf{} : factor / z_used;
-    factor = empty ? vf{} : factor / z_i;
-    if (c.head_mask)
-      for (int r = 0; r < VL; r++)
-        out_factor[r] *= c.head_mask[item.b * c.head_mask_strides[0] +
-                                     row[r].h * c.head_mask_strides[1]];
-
-    T *to[VL];
-    const int rows = int(least(P.rows - v * VL, VL));
-    for (int r = 0; r < rows; r++) {
-      const int64_t at = row_number(plan, item.b, row[r]);
-      c.m[at] = m_i[r], c.z[at] = z_i[r];
-      if (c.max_logit) c.max_logit[at] = max_logit[r];
-      to[r] = static_cast<T *>(c.out) + item.b * c.out_strides[0] + row[r].h * c.out_strides[1] +
-              row[r].i * c.out_strides[2];
-    }
-    unpack_rows(o + v * VL, out_factor, to, rows, int(c.Dv));
-    if (!plan.statistics) continue;
-    const Ended end = {factor, apart - log(z_i), empty};
-    store_statistics(plan, item.b, P, v, rows, state, item.statistics(n), end);
-  }
-}
+// -- items -----------------------------------------------------------------------------------------
 
 template <class T>
 void run_item(const Plan &plan, int64_t number, float *workspace) {
   const clearhead_call &c = *plan.call;
-  const int64_t head = number / plan.groups;
+  const int64_t head = number / (plan.groups * plan.pieces);
   // The last rows see most when causal: a long item at the end would keep the others waiting.
   const int64_t start = (plan.groups - 1 - number % plan.groups) * plan.group;
   const int panels = int(least(plan.group, plan.panels - start));
@@ -188,11 +130,16 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
   for (int n = 0; n < panels; n++) {
     const Panel &P = item.panel(n);
     start_panel<T>(item, start + n, n);
-    memset(item.out(n), 0, plan.out_floats * sizeof(float));
+    if (!plan.few) memset(item.out(n), 0, plan.out_floats * sizeof(float));
     if (plan.statistics) start_statistics(c, item.b, P, item.statistics(n));
     for (int v = 0; v < P.vectors; v++) first = least(first, P.lo[v]), end = most(end, P.hi[v]);
   }
   constexpr int64_t SPAN = SPAN_BLOCKS * BLOCK;
+  if (plan.pieces > 1) {
+    const int64_t span = (plan.first_span + number % plan.pieces) * SPAN;
+    first = most(first, span), end = least(end, span + SPAN);
+  }
+  memset(item.few_out(), 0, plan.few_floats * sizeof(float));
   const bool spans = end > first / SPAN * SPAN + SPAN;
   for (int n = 0; spans && n < panels; n++)
     memset(item.total(n), 0, plan.out_floats * sizeof(float));
@@ -200,9 +147,14 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
     Block block;
     if (start_block(item, n0, end, block))
       for (int n = 0; n < panels; n++) see_block<T>(item, block, n);
-    if (spans && ((n0 + BLOCK) % SPAN == 0 || n0 + BLOCK >= end))
+    if (spans && ((n0 + BLOCK) % SPAN == 0 || n0 + BLOCK >= end)) {
+      if (plan.few) few_to_lanes(item.few_out(), plan.few, int(c.Dv), item.out(0));
+      memset(item.few_out(), 0, plan.few_floats * sizeof(float));
       for (int n = 0; n < panels; n++) end_span(item, n);
+    }
   }
+  if (plan.pieces > 1) return end_piece<T>(item, number);
+  if (plan.few && !spans) few_to_lanes(item.few_out(), plan.few, int(c.Dv), item.out(0));
   for (int n = 0; n < panels; n++)
     finish_panel<T>(item, n, spans ? item.panel(n).total : item.panel(n).state,
                     spans ? item.total(n) : item.out(n));

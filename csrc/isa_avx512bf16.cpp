@@ -19,7 +19,9 @@ namespace clearhead {
 #include "pairs.inl.h"
 #include "statistics.inl.h"
 #include "softmax.inl.h"
+#include "decode.inl.h"
 #include "block.inl.h"
+#include "finish.inl.h"
 #include "forward.inl.h"
 #include "mass.inl.h"
 

@@ -37,7 +37,7 @@ void add_block(const Item &item, Block &block, int n, float *mass) {
   read_rows(plan, item.b, P, m, factor);
   for (int v = 0; v < P.vectors; v++) store(top + v * VL, splat(-INFINITY));
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++) {
-    score_run<PAIRED<T>>(item, P, block, sight.data, *run, item.q(n), top);
+    score_run<T>(item, P, block, sight.data, *run, item.q(n), top);
     for (int v = run->v0; v < run->v1; v++)
       add_masses(item.scores() + run->j0 * ROWS + v * VL, run->j1 - run->j0, load(m + v * VL),
                  load(factor + v * VL), plan.raw ? plan.scale : 1.f, mass + run->j0 * VL);

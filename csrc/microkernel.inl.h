@@ -28,7 +28,7 @@ INLINE void dot(Rows K, const float *q, int words, vf (&s_ij)[KEYS][N]) {
     vf q_i[N];
     UNROLL for (int v = 0; v < N; v++) q_i[v] = load(q + d * ROWS + v * VL);
     UNROLL for (int j = 0; j < KEYS; j++) {
-      const vf k_jd = splat(k[j][d]);
+      const vf k_jd = splat_word<PAIRS>(k[j] + d);
       UNROLL for (int v = 0; v < N; v++)
         s_ij[j][v] = add_product<PAIRS>(s_ij[j][v], k_jd, q_i[v]);
     }
@@ -47,7 +47,7 @@ INLINE void weigh_tile(const float *v_j, int64_t stride, const float *p, int wor
     vf p_ij[N];
     UNROLL for (int v = 0; v < N; v++) p_ij[v] = load(p + v * VL);
     UNROLL for (int d = 0; d < COLUMNS; d++) {
-      const vf v_jd = splat(v_j[d]);
+      const vf v_jd = splat_word<PAIRS>(v_j + d);
       UNROLL for (int v = 0; v < N; v++) sum[d][v] = add_product<PAIRS>(sum[d][v], v_jd, p_ij[v]);
     }
   }

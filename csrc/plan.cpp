@@ -62,6 +62,18 @@ clearhead_call sequence(const clearhead_call &whole, int64_t b) {
   return c;
 }
 
+// Few rows of few heads leave threads idle: then every span of keys is an item. Not where something
+// is caught in passing (masses, top keys), which goes from one span to the next.
+int64_t pieces_of(const Job &job, const Plan &p, int64_t heads, int64_t &first_span) {
+  const clearhead_call &c = *p.call;
+  const bool caught = c.first_mass || c.previous_mass || c.self_mass || c.top_weights;
+  const bool packed = job.whole->cu_q != nullptr;
+  if (!p.few || caught || packed || job.workers == 1 || heads >= job.workers * 8) return 1;
+  const int64_t span = SPAN_BLOCKS * BLOCK, past = c.S - c.L;
+  first_span = c.left < past ? (past - c.left) / span : 0;
+  return ceil_div(c.S, span) - first_span;
+}
+
 }  // namespace
 
 Plan make_plan(const Job &job, const clearhead_call &c) {
@@ -78,6 +90,9 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
   const int64_t heads = c.B * c.Hkv;
   p.q_floats = c.D * rows;
   p.out_floats = c.Dv * rows;
+  const int64_t few = p.G * c.L, most_few = kernel.lanes < MOST_FEW ? kernel.lanes : MOST_FEW;
+  p.few = few > most_few ? 0 : few > 4 ? MOST_FEW : few > 2 ? 4 : int(few);
+  p.few_floats = p.few * whole_lines(c.Dv);
   int64_t group = job.panels / (job.workers * 8);
   const int64_t fits = PANEL_FLOATS / (p.q_floats + p.out_floats);
   group = group < fits ? group : fits;
@@ -85,7 +100,8 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
   group = group > 1 ? group : 1;
   p.groups = ceil_div(p.panels, group);
   p.group = p.groups ? ceil_div(p.panels, p.groups) : 1;
-  p.items = heads * p.groups;
+  p.pieces = pieces_of(job, p, heads, p.first_span);
+  p.items = heads * p.groups * p.pieces;
 
   // Folding the scale needs a positive factor that is a normal float32; a score of -inf times 0
   // would be NaN.
@@ -112,7 +128,9 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
   p.at_total = place(c.S > SPAN_BLOCKS * BLOCK ? p.group * p.out_floats : 0);
   p.at_panels = place(p.group * p.panel_floats);
   p.at_statistics = place(p.statistics ? p.group * p.statistics_floats : 0);
+  p.at_few = place(p.few_floats);
   p.at_scores = place(tile);
+  p.at_weights = place(p.few ? tile : 0);
   p.at_cut = place(p.out_floats);
   p.at_mask = place(c.mask.data ? tile : 0);
   for (int n = 0; n < 2; n++) p.at_added[n] = place(c.added[n].data ? tile : 0);
@@ -120,6 +138,10 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
   p.at_value = place(BLOCK * c.Dv);
   p.at_mass = place(c.key_mass ? p.G * MASS_BLOCKS * BLOCK * kernel.lanes : 0);
   p.worker_floats = at;
+
+  p.piece_floats = p.few_floats + p.panel_floats;
+  p.at_pieces = whole_lines(heads);
+  p.shared_floats = p.pieces > 1 ? p.at_pieces + heads * p.pieces * p.piece_floats : 0;
   return p;
 }
 
@@ -127,6 +149,7 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
 Plan make_mass_plan(const Job &job, const clearhead_call &c) {
   Plan p = make_plan(job, c);
   p.merged = false;
+  p.few = 0;
   p.panels = p.G * ceil_div(c.L, job.kernel->rows);
   p.items = c.B * c.Hkv * ceil_div(c.S, MASS_BLOCKS * BLOCK);
   return p;
@@ -137,7 +160,7 @@ clearhead_call part_of(const Job &job, int64_t s) {
 }
 
 Job make_job(const clearhead_call &c, const Kernel &kernel) {
-  Job job = {&c, &kernel, c.cu_q ? c.B : 1, c.threads > 1 ? c.threads : 1, c.L, c.S, 0, 0, 0, 0};
+  Job job = {&c, &kernel, c.cu_q ? c.B : 1, c.threads > 1 ? c.threads : 1, c.L, c.S, 0, 0, 0, 0, 0};
   if (c.cu_q) job.L_stored = c.cu_q[c.B], job.S_stored = c.cu_k[c.B];
   for (int64_t s = 0; s < job.parts; s++) {
     const clearhead_call part = part_of(job, s);
@@ -145,11 +168,13 @@ Job make_job(const clearhead_call &c, const Kernel &kernel) {
   }
   for (int64_t s = 0; s < job.parts; s++) {
     const clearhead_call part = part_of(job, s);
-    const int64_t floats = make_plan(job, part).worker_floats;
-    if (floats > job.worker_floats) job.worker_floats = floats;
+    const Plan plan = make_plan(job, part);
+    if (plan.worker_floats > job.worker_floats) job.worker_floats = plan.worker_floats;
+    job.shared_floats = plan.shared_floats;  // 0 for sequences
   }
   job.start_floats = whole_lines((job.parts + 1) * sizeof(int64_t) / sizeof(float));
-  job.bytes = (job.start_floats + job.workers * job.worker_floats + LINE) * int64_t(sizeof(float));
+  const int64_t floats = job.start_floats + job.shared_floats + job.workers * job.worker_floats;
+  job.bytes = (floats + LINE) * int64_t(sizeof(float));
   return job;
 }
 

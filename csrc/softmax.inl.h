@@ -115,11 +115,11 @@ INLINE vf weight(vf s_ij, vf base, float exponent, vi apart, vf &l, vf &entropy,
   return p_ij;
 }
 
-// Steps 3 and 4 of a run: scores become p, as words for `weigh`, from the start of the run on. base
-// is m, and 0 for a row that has seen nothing; own counts from the first of the keys.
+// Steps 3 and 4 of a run: its p_ij as words for `weigh`, which may stand where the scores do. base is
+// m, and 0 for a row that has seen nothing; own counts from the first of the keys.
 template <bool PAIRS, int N, int WANTED>
-NOINLINE void exponentials(float *s, int keys, const float *base, float exponent, const vi *own,
-                           Sums *sums) {
+NOINLINE void exponentials(const float *s, float *words, int keys, const float *base,
+                           float exponent, const vi *own, Sums *sums) {
   vf b[N], l[N], e[N], d[N], used[N];
   UNROLL for (int v = 0; v < N; v++)
     b[v] = load(base + v * VL), l[v] = sums[v].l, e[v] = sums[v].entropy, d[v] = sums[v].distance,
@@ -130,14 +130,14 @@ NOINLINE void exponentials(float *s, int keys, const float *base, float exponent
   };
   if constexpr (!PAIRS) {
     for (int j = 0; j < keys; j++)
-      UNROLL for (int v = 0; v < N; v++) store(s + j * ROWS + v * VL, p(j, v));
+      UNROLL for (int v = 0; v < N; v++) store(words + j * ROWS + v * VL, p(j, v));
   } else {
     for (int j = 0; j < keys; j += 2)
       UNROLL for (int v = 0; v < N; v++) {
         const vf first = p(j, v), second = j + 1 < keys ? p(j + 1, v) : vf{};
         const vf word = pair_of<PAIRS>(first, second);
         used[v] = add_product<PAIRS>(used[v], word, pair_of<PAIRS>(splat(1.f), splat(1.f)));
-        store(s + j / 2 * ROWS + v * VL, word);
+        store(words + j / 2 * ROWS + v * VL, word);
       }
   }
   UNROLL for (int v = 0; v < N; v++) sums[v] = {l[v], used[v], e[v], d[v]};

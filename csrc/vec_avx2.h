@@ -21,11 +21,15 @@ INLINE vf rounded(vf x) {
   return x;
 }
 
-INLINE vf interleave_low(vf a, vf b) {
-  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-}
-INLINE vf interleave_high(vf a, vf b) {
-  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+INLINE vf interleave_low(vf a, vf b) { return vf(_mm256_unpacklo_ps(__m256(a), __m256(b))); }
+INLINE vf interleave_high(vf a, vf b) { return vf(_mm256_unpackhi_ps(__m256(a), __m256(b))); }
+INLINE vf join_low(vf a, vf b) { return vf(_mm256_unpacklo_pd(__m256d(a), __m256d(b))); }
+INLINE vf join_high(vf a, vf b) { return vf(_mm256_unpackhi_pd(__m256d(a), __m256d(b))); }
+
+INLINE void transpose_quads(vf (&x)[2]) {
+  const __m256 a = __m256(x[0]), b = __m256(x[1]);
+  x[0] = vf(_mm256_permute2f128_ps(a, b, 0x20));
+  x[1] = vf(_mm256_permute2f128_ps(a, b, 0x31));
 }
 
 INLINE vf from_float16(vh h) { return vf(_mm256_cvtph_ps(__m128i(h))); }

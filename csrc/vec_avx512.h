@@ -20,12 +20,20 @@ INLINE vf rounded(vf x) {
   return x;
 }
 
-INLINE vf interleave_low(vf a, vf b) {
-  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+INLINE vf interleave_low(vf a, vf b) { return vf(_mm512_unpacklo_ps(__m512(a), __m512(b))); }
+INLINE vf interleave_high(vf a, vf b) { return vf(_mm512_unpackhi_ps(__m512(a), __m512(b))); }
+INLINE vf join_low(vf a, vf b) { return vf(_mm512_unpacklo_pd(__m512d(a), __m512d(b))); }
+INLINE vf join_high(vf a, vf b) { return vf(_mm512_unpackhi_pd(__m512d(a), __m512d(b))); }
+
+template <int QUADS>
+INLINE vf pick_quads(vf a, vf b) {
+  return vf(_mm512_shuffle_f32x4(__m512(a), __m512(b), QUADS));
 }
-INLINE vf interleave_high(vf a, vf b) {
-  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15,
-                                 31);
+INLINE void transpose_quads(vf (&x)[4]) {
+  const vf a = pick_quads<0x44>(x[0], x[1]), b = pick_quads<0x44>(x[2], x[3]);  // 0 and 1 of both
+  const vf c = pick_quads<0xee>(x[0], x[1]), d = pick_quads<0xee>(x[2], x[3]);  // 2 and 3
+  x[0] = pick_quads<0x88>(a, b), x[1] = pick_quads<0xdd>(a, b);
+  x[2] = pick_quads<0x88>(c, d), x[3] = pick_quads<0xdd>(c, d);
 }
 
 INLINE vf from_float16(vh h) { return vf(_mm512_cvtph_ps(__m256i(h))); }

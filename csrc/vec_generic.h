@@ -27,9 +27,15 @@ INLINE vf rounded(vf x) {
   return x;
 }
 
-// Lanes of a and b by turns: of their lower halves, of their upper halves.
+// Of each quad of lanes of a and b, its lower or its upper half: lane by lane in turns, or one after
+// the other.
 INLINE vf interleave_low(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
 INLINE vf interleave_high(vf a, vf b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+INLINE vf join_low(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 1, 4, 5); }
+INLINE vf join_high(vf a, vf b) { return __builtin_shufflevector(a, b, 2, 3, 6, 7); }
+
+// Quad c of vector r goes to quad r of vector c.
+INLINE void transpose_quads(vf (&)[1]) {}
 
 INLINE vf from_float16(vh h) { return from_float16_by_bits(h); }
 INLINE vh to_float16(vf x) { return to_float16_by_bits(x); }

@@ -57,13 +57,6 @@ def test_the_library_was_built_and_is_first():
     assert "thread" in told.how
 
 
-def test_few_rows_go_elsewhere_until_there_are_kernels_for_them():
-    few, many = draw(L=1), draw(L=3)
-    assert explain(*few).backend != "native" and explain(*many).backend == "native"
-    assert explain(*few).reasons["native"].startswith("would serve, but ")
-    assert explain(*few, deterministic=True).backend == "native"
-
-
 REFUSED = {
     "float64": (lambda: draw(dtype=torch.float64), {}, "query is float64"),
     "dropout": (draw, {"dropout_p": 0.5}, "no dropout"),

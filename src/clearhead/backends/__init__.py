@@ -25,23 +25,11 @@ def preference(problem: Problem) -> list[ModuleType]:
         # What is decided about native must not rest on S or on contents: clearhead.kinds keeps it.
         # flex compiles for seconds per kind of call, so on a CPU it runs only when asked for.
         torchs = [chunked, sdpa] if _passes_over(problem) else [sdpa, chunked]
-        return [*torchs, native, flex] if _has_few_rows(problem) else [native, *torchs, flex]
+        return [native, *torchs, flex]
     if problem.visibility.limits == (None, 0) and not problem.visibility.by_data:
         return [sdpa, flex, chunked, native]
     fused = [sdpa, flex] if problem.visibility.full else [flex, sdpa]
     return [*fused, chunked, native]
-
-
-def _has_few_rows(p: Problem) -> bool:
-    """Whether a key serves so few rows that the native kernels' lanes stay empty.
-
-    Measured as below, 16 lanes: one float32 row runs at 0.4 of sdpa's speed, two and three at 0.9
-    to 1.3, four at 1.1; half types, widened once, at 1.2 and more from one row of 256 keys on.
-    """
-    # One backend for one row and for many, since the bits may not depend on how a prompt was cut.
-    if p.deterministic or torch.compiler.is_compiling():  # a length that is compared becomes fixed
-        return False
-    return p.dtype == torch.float32 and p.L * p.G <= 4
 
 
 def _passes_over(p: Problem) -> bool:
