@@ -1,6 +1,6 @@
-// The two products for a panel of few rows (decoding with a cache): K and V are read once, where they
-// lie, whole vectors at a time. It does not: walk the blocks, apply the rules, or make the weights
-// (forward.inl.h does, the same for any panel).
+// The two products for a panel of few rows (decoding with a cache): K and V are read once, where
+// they lie, whole vectors at a time. It does not: walk the blocks, apply the rules, or make the
+// weights (forward.inl.h does, the same for any panel).
 //
 //   few_scores   s_ij = sum_d q_id k_jd              1, 2: VL keys j in the lanes, for R rows i
 //     for VL keys j: for VL (or VL pairs of) numbers d: load, transpose, multiply with each row
@@ -9,14 +9,14 @@
 //
 // The sums are those of microkernel.inl.h, d and j upwards, one number after the other: a row has
 // the same bits whichever of the two made it. A dot product with d in the lanes would be simpler,
-// and would not.
+// and would not. Where products go by PAIRS (pairs.inl.h), these are of neighbours d, or of keys j.
 
 namespace {
 
 constexpr int FEW = VL < MOST_FEW ? VL : MOST_FEW;
 constexpr bool LOW_FIRST = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__;
 
-// Calls f<T, R> for R = few: the rows of a panel and as many lanes beyond them, which repeat the last.
+// Calls f<T, R> for R = few: the rows of a panel, and lanes beyond them, which repeat the last.
 #define BY_FEW(few, f, ...)                   \
   switch (few) {                              \
     case 1: f<T, 1>(__VA_ARGS__); break;      \
@@ -33,9 +33,8 @@ struct FewRows {
   int size;  // of a row
 
   // Asks for what is read next, V while K is and K of the next block while V is, so that the memory
-  // is never idle: keys are read in too many places at a time for the processor to foresee. 16384
-  // keys took 8.5 ms without, 7.3 with; in bfloat16 6.1 and 3.5 (2 cores of an EPYC 9004, 2026-11).
-  inline __attribute__((always_inline)) void expect(int64_t j, int64_t d) const {
+  // is never idle: keys are read in too many places at a time for the processor to foresee.
+  INLINE void expect(int64_t j, int64_t d) const {
     if (d < size) __builtin_prefetch(at + j * stride + d, 0, 2);
   }
 };
@@ -92,7 +91,8 @@ INLINE void few_dot(const T *const *k, const FewRows<T> &next, const float *q, i
     for (; d + 2 * VL <= D; d += 2 * VL) dot_pairs(k, next, q, d, s);
   if constexpr (PAIRED<T>) {
     if (d == D) return;
-    for (int j = 0; j < VL; j++) x[j] = load_words(k[j] + d, size_t(D - d) * sizeof(T)), next.expect(j, d);
+    for (int j = 0; j < VL; j++)
+      x[j] = load_words(k[j] + d, size_t(D - d) * sizeof(T)), next.expect(j, d);
     transpose(x);
     for (int c = 0; d < D; d += 2, c++) add_products<true>(x[c], q + d / 2 * ROWS, s);
     return;
@@ -134,8 +134,8 @@ NOINLINE void few_scores(const FewRows<T> &K, const FewRows<T> &V, const float *
 
 // -- values ----------------------------------------------------------------------------------------
 
-// The output of few rows is a row of whole vectors for each. The last one ends with the last column,
-// so it may hold columns of the one before it again.
+// The output of few rows is a row of whole vectors for each. The last one ends with the last
+// column, so it may hold columns of the one before it again.
 INLINE int64_t few_vectors(int64_t Dv) { return (Dv + VL - 1) / VL; }
 INLINE int64_t first_column(int64_t c, int64_t Dv) { return least(c * VL, most(Dv - VL, 0)); }
 

@@ -1,5 +1,5 @@
-// Where the sums of a panel end: a span joins those before it, and step 6 of forward.inl.h. Few rows
-// whose spans are items of their own are joined by whoever ends last.
+// Where the sums of a panel end: a span joins those before it, and step 6 of forward.inl.h. Where
+// the spans of few rows are items of their own, whoever ends last joins them.
 
 namespace {
 
@@ -70,13 +70,14 @@ void finish_panel(const Item &item, int n, const State *states, const float *o) 
   }
 }
 
-// Few rows: the end of a span that is an item of its own. The last one to end joins them all, in their
-// order, whoever made them.
+// Few rows: the end of a span that is an item of its own. The last one to end joins them all, in
+// their order, whoever made them.
 template <class T>
 void end_piece(const Item &item, int64_t number) {
   const Plan &plan = item.plan;
   const int64_t head = number / plan.pieces, Dv = item.call.Dv;
-  const auto piece = [&](int64_t n) { return plan.shared + plan.at_pieces + n * plan.piece_floats; };
+  float *const pieces = plan.shared + plan.at_pieces;
+  const auto piece = [&](int64_t n) { return pieces + n * plan.piece_floats; };
   Panel &P = item.panel(0);
   memcpy(piece(number), item.few_out(), plan.few_floats * sizeof(float));
   memcpy(piece(number) + plan.few_floats, &P, sizeof P);

@@ -1,5 +1,5 @@
 // The forward pass:  out_i = sum_j exp(s_ij - m_i) v_j / sum_j exp(s_ij - m_i),  with no matrix of
-// scores in memory. It does not: drop weights, return them, or split the keys of a row over threads.
+// scores in memory. It does not drop weights or return them.
 //
 //   for an item of work: up to MAX_PANELS panels of rows i of one (b, key/value head)
 //     for each block of BLOCK keys j, from key 0 upwards, that some row of these may see
@@ -8,7 +8,10 @@
 //         3, 4   weights and their sum
 //         5      o_i = o_i exp(m_old - m_i) + sum_j p_ij v_j     (microkernel.inl.h)
 //       after each SPAN_BLOCKS blocks, counted from key 0: the sums join those of the spans before
-//     6   out_i = o_i / l_i, with the sink of the head joined in
+//     6   out_i = o_i / l_i, with the sink of the head joined in            (finish.inl.h)
+//
+// The products of few rows (Plan::few) are those of decode.inl.h, and where their heads are few as
+// well, each span is an item of its own.
 //
 // A row's bits depend on its own keys only. Lanes do not mix; sums run over the keys of a block in
 // their order, over the blocks of a span and over spans in theirs; a block in which a row sees

@@ -144,8 +144,8 @@ INLINE vf add_product<false>(vf sum, vf x, vf y) {
   return sum + x * y;
 }
 
-// A word to all lanes. A pair is moved as a whole number: as one of floating point it could look like
-// a NaN that arithmetic alters.
+// A word to all lanes. A pair is moved as a whole number: as one of floating point it could look
+// like a NaN that arithmetic alters.
 template <bool PAIRS>
 INLINE vf splat_word(const float *word) {
   if (!PAIRS) return splat(*word);
@@ -201,9 +201,9 @@ INLINE vf tanh(vf x) {
   return vf(vi(y < 0.625f ? y + y * z * p : by_exp) | sign);
 }
 
-// VL vectors of VL lanes: lane c of vector r goes to lane r of vector c. First within quads of lanes,
-// since what crosses them takes longer (a tile of 16 x 16 and its products 121 cycles instead of 163
-// on an EPYC 9004, 2026-11), then the quads as they are.
+// VL vectors of VL lanes: lane c of vector r goes to lane r of vector c. First within quads of
+// lanes, since what crosses them takes longer (a tile of 16 x 16 and its products 121 cycles instead
+// of 163 on an EPYC 9004, 2026-11), then the quads as they are.
 INLINE void transpose(vf (&x)[VL]) {
   UNROLL for (int r = 0; r < VL; r += 4) {
     const vf a = interleave_low(x[r], x[r + 1]), b = interleave_high(x[r], x[r + 1]);

@@ -115,8 +115,8 @@ INLINE vf weight(vf s_ij, vf base, float exponent, vi apart, vf &l, vf &entropy,
   return p_ij;
 }
 
-// Steps 3 and 4 of a run: its p_ij as words for `weigh`, which may stand where the scores do. base is
-// m, and 0 for a row that has seen nothing; own counts from the first of the keys.
+// Steps 3 and 4 of a run: its p_ij as words for `weigh`, which may stand where the scores do. base
+// is m, and 0 for a row that has seen nothing; own counts from the first of the keys.
 template <bool PAIRS, int N, int WANTED>
 NOINLINE void exponentials(const float *s, float *words, int keys, const float *base,
                            float exponent, const vi *own, Sums *sums) {

@@ -27,8 +27,8 @@ INLINE vf rounded(vf x) {
   return x;
 }
 
-// Of each quad of lanes of a and b, its lower or its upper half: lane by lane in turns, or one after
-// the other.
+// Of each quad of lanes of a and b, its lower or its upper half: lane by lane in turns, or one
+// after the other.
 INLINE vf interleave_low(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
 INLINE vf interleave_high(vf a, vf b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
 INLINE vf join_low(vf a, vf b) { return __builtin_shufflevector(a, b, 0, 1, 4, 5); }

@@ -28,6 +28,14 @@ INLINE vf rounded(vf x) {
 INLINE vf interleave_low(vf a, vf b) { return vf(vzip1q_f32(float32x4_t(a), float32x4_t(b))); }
 INLINE vf interleave_high(vf a, vf b) { return vf(vzip2q_f32(float32x4_t(a), float32x4_t(b))); }
 
+INLINE vf join_low(vf a, vf b) {
+  return vf(vzip1q_f64(float64x2_t(a), float64x2_t(b)));
+}
+INLINE vf join_high(vf a, vf b) {
+  return vf(vzip2q_f64(float64x2_t(a), float64x2_t(b)));
+}
+INLINE void transpose_quads(vf (&)[1]) {}
+
 INLINE vf from_float16(vh h) { return vf(vcvt_f32_f16(vreinterpret_f16_u16(uint16x4_t(h)))); }
 INLINE vh to_float16(vf x) { return vh(vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(x)))); }
 

@@ -232,17 +232,20 @@ void judge(const Problem &p, uint64_t seed) {
           if (dense(p.mask, b, h, i, j, 1) == 0) continue;
           const double added = dense(p.added[0], b, h, i, j, 0) + dense(p.added[1], b, h, i, j, 0);
           if (added == -INF) continue;
-          double s = 0;
-          for (int64_t d = 0; d < c.D; d++)
-            s += p.query.get(pb, h, q0 + i, d) * p.key.get(pb, g, k0 + j, d);
+          double s = 0, size = 0;
+          for (int64_t d = 0; d < c.D; d++) {
+            const double product = p.query.get(pb, h, q0 + i, d) * p.key.get(pb, g, k0 + j, d);
+            s += product, size += fabs(product);
+          }
           s *= c.scale;
           if (c.softcap != 0) s = c.softcap * tanh(s / c.softcap);
           s += added;
           if (p.slopes) s -= p.slopes->get(b, h, 0, 0) * double(std::abs(own - j));
-          largest = std::max(largest, fabs(s));
+          largest = std::max({largest, fabs(s), fabs(c.scale) * size});
           seen.push_back({j, s, 0});
         }
-        // A score's error is relative to the products that it sums; the weights' is the score's.
+        // A score's error is relative to the products that it sums, and these may cancel out; the
+        // weights' is the score's.
         const double loose = 4e-6 * (1 + largest) + (c.dtype == CLEARHEAD_FLOAT32 ? 0 : 1e-6);
         double m = -INF, top = -INF, z = 0;
         for (const Key &key : seen) top = std::max(top, key.s);
