@@ -136,7 +136,8 @@ def _attend(recorder: Recorder, call: Caught) -> float:
     entering = recorder.names[held]
     if divided:
         entering = entering / math.sqrt(recorder.names["head_dim"])
-    return float(entering.masked_fill(entering == -math.inf, 0).abs().max())
+    entering = entering[recorder.names["weights"] > 0]  # a huge negative number has none
+    return float(entering.abs().max()) if len(entering) else 0.0
 
 
 def _is_default(call: Caught, D: int) -> bool:
