@@ -267,15 +267,21 @@ def test_steps_begin_at_the_softmax_where_its_operands_cannot_be_read():
     run_again(steps)
 
 
-def test_a_row_that_is_blocked_whole_is_nan_as_in_the_call():
+@pytest.mark.parametrize("mends", [True, False])
+def test_a_row_that_is_blocked_whole_weighs_nothing_whatever_the_code_makes_of_it(mends):
     q, k, v = torch.randn(3, 1, 2, 4, 3)
     mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)
 
     def call():
-        return (q @ k.mT).masked_fill(~mask, -math.inf).softmax(-1).nan_to_num(0) @ v
+        weights = (q @ k.mT).masked_fill(~mask, -math.inf).softmax(-1)
+        return (weights.nan_to_num(0) if mends else weights) @ v
 
-    values = by_name(clearhead.trace(call))
-    assert values["weights"][:, 0].isnan().all() and not values["weights"][:, 1:].isnan().any()
+    steps = clearhead.trace(call)
+    values = by_name(steps)
+    assert (values["weights"][:, 0] == 0).all() and (values["context"][:, 0] == 0).all()
+    assert_close(values["context"][:, 1:], call()[0, :, 1:])
+    assert steps[5].explanation.endswith("A row that sees nothing gets 0 everywhere.")
+    run_again(steps)
 
 
 def test_dropout_is_refused_and_not_shown_as_if_it_were_none():

@@ -334,8 +334,7 @@ class CatchMode(Mode):
 def hold(caught: Caught, name: str, made: Tensor, own: Tensor, size: float) -> None:
     """Raise where the steps' numbers are not the call's own, up to rounding numbers of a size."""
     if made.shape == own.shape:
-        far = (made.double() - own.double()).abs().masked_fill(made.isnan() & own.isnan(), 0)
-        worst = float(far.nan_to_num(math.inf).max())
+        worst = float((made.double() - own.double()).abs().nan_to_num(math.inf).max())
         if worst <= rounding(caught.dtype) * size:
             return
         what = f"differs from the call's own by {worst:.2g}"
