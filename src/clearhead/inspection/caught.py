@@ -113,6 +113,7 @@ class Catch(Watch):
         self, model: nn.Module | None, layer: int | str, heads: Iterable[int] | None, sequence: int
     ) -> None:
         super().__init__(model, layer, None, DEFAULT, 1, None, "zero")
+        self.layers = None  # follow all modules: a fused layer does not call the one in it
         self.layer_wanted, self.heads_wanted = layer, None if heads is None else list(heads)
         self.sequence = sequence
         self.caught: Caught | None = None
