@@ -78,9 +78,12 @@ RULES = {
     "inspection.*": Rule(ours=("inspection", "module", "functional", *GROUND)),
     "inspection.trace": Rule(ours=("inspection", "convert", "module", "functional", *GROUND)),
     "inspection.caught": Rule(ours=("inspection", "arguments", "functional", *GROUND)),
-    "inspection.record": Rule(ours=("inspection", *GROUND), theirs=("torch", "safetensors")),
     # What can be shown has a door to the page that shows it.
     "inspection.steps": Rule(ours=("inspection", "module", *GROUND), late=("view.page",)),
+    "inspection.record": Rule(
+        ours=("inspection", *GROUND), theirs=("torch", "safetensors"), late=("view.page",)
+    ),
+    "inspection.watch_page": Rule(ours=("inspection", *GROUND), late=("view",)),
     "inspection.report": Rule(ours=("inspection", "module", *GROUND), late=("view",)),
     "view": Rule(ours=("view",), theirs=("rich",)),
     "view.*": Rule(ours=("view",), theirs=("rich",)),

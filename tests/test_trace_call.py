@@ -215,6 +215,75 @@ def test_attention_written_by_hand(way, dtype):
     run_again(steps)
 
 
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61,
+      "decoder_start_token_id": 0}  # fmt: skip
+BIASED = "decoder.block.1.layer.0.SelfAttention"
+CROSSED = "decoder.block.1.layer.1.EncDecAttention"
+
+
+@pytest.mark.parametrize("way", ["eager", "sdpa"])
+@pytest.mark.parametrize(("path", "L", "S"), [(BIASED, 5, 5), (CROSSED, 5, 9)])
+def test_a_decoder_with_biases_between_two_texts(way, path, L, S):
+    model = transformers.T5Model(transformers.T5Config(**T5)).eval()
+    model.set_attn_implementation(way)
+    inputs = {"input_ids": torch.randint(3, 61, (2, 9)),
+              "decoder_input_ids": torch.randint(3, 61, (2, 5))}  # fmt: skip
+    steps = clearhead.trace(model, inputs, layer=path, sequence=1)
+    values = by_name(steps)
+    assert (values["q"].shape, values["k"].shape) == ((4, L, 8), (4, S, 8))
+    assert steps[-1].name == "output" and steps[-1].code.endswith("call.out_weight.T")
+    assert_close(values["output"], output_of(model, path, inputs)[1])
+    with torch.no_grad(), clearhead.watch(model, path, aux=AuxRequest(weights=True)) as seen:
+        model(**inputs)
+    assert_close(values["weights"], seen.maps(path)[1], atol=1e-6, rtol=1e-5)
+    run_again(steps)
+
+
+@pytest.mark.parametrize("way", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_shows_the_same_steps(way, dtype):
+    model, path, _ = built("llama", way)
+    model = model.to(dtype)
+    ids = {"input_ids": torch.randint(3, 61, (1, 7))}
+    steps = clearhead.trace(model, ids, layer=path)
+    values = by_name(steps)
+    assert list(values) == ["q", "k", "v", "scores", "masked", "weights", "context", "recombined",
+                            "output"]  # fmt: skip
+    assert "future" in steps[4].code and "sqrt" in steps[5].code
+    assert all(value.dtype == torch.float32 for value in values.values())
+    assert_close(values["output"], output_of(model, path, ids)[0].float(), atol=1e-2, rtol=1e-2)
+
+
+def test_steps_begin_at_the_softmax_where_its_operands_cannot_be_read():
+    q, k, v = torch.randn(3, 1, 2, 4, 3)
+
+    def call():
+        weights = torch.einsum("...ld,...sd->...ls", q, k).softmax(-1)
+        return torch.einsum("...ls,...sd->...ld", weights, v)
+
+    steps = clearhead.trace(call)
+    assert [step.name for step in steps] == ["masked", "weights"]
+    assert_close(steps[0].values, (q @ k.mT)[0])
+    run_again(steps)
+
+
+@pytest.mark.parametrize("mends", [True, False])
+def test_a_row_that_is_blocked_whole_weighs_nothing_whatever_the_code_makes_of_it(mends):
+    q, k, v = torch.randn(3, 1, 2, 4, 3)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)
+
+    def call():
+        weights = (q @ k.mT).masked_fill(~mask, -math.inf).softmax(-1)
+        return (weights.nan_to_num(0) if mends else weights) @ v
+
+    steps = clearhead.trace(call)
+    values = by_name(steps)
+    assert (values["weights"][:, 0] == 0).all() and (values["context"][:, 0] == 0).all()
+    assert_close(values["context"][:, 1:], call()[0, :, 1:])
+    assert steps[5].explanation.endswith("A row that sees nothing gets 0 everywhere.")
+    run_again(steps)
+
+
 def test_dropout_is_refused_and_not_shown_as_if_it_were_none():
     model = Block("matmul")
     with pytest.raises(NotImplementedError, match=r"their context differs .* call eval\(\) first"):

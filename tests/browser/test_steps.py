@@ -150,3 +150,31 @@ def test_a_wrapper_keeps_its_matrices_apart(show):
     found = block.locator(".matrix").nth(1).locator("td[data-cell]").all_inner_texts()
     expected = steps.parameters["W_query"][1].tolist()
     assert found == [shown(value) for row in expected for value in row]
+
+
+def test_a_call_inside_a_model_says_its_own_arithmetic(show):
+    import torch
+
+    import clearhead
+
+    q, k, v = torch.randn(3, 2, 2, 5, 3)
+    rules = {"window": (2, 1), "sinks": torch.randn(2), "scale": 0.7}
+    steps = clearhead.trace(lambda: clearhead.attention(q, k, v, **rules), heads=[1])
+    page = show(steps.to_html(), height=1400)
+    names = [step.name for step in steps]
+    assert names == ["q", "k", "v", "scores", "scaled", "masked", "weights", "context"]
+    values = {step.name: step.values for step in steps}
+
+    def point(name, cell):
+        steps_of(page).nth(names.index(name)).click()
+        page.locator(f".block .result td[data-cell='{cell}']").hover()
+        return page.locator(".arithmetic").inner_text()
+
+    before, after = (shown(float(values[name][0, 3, 2])) for name in ("scores", "scaled"))
+    assert point("scaled", "3 2") == f"4, 3: {before} becomes {after}"
+    assert point("masked", "3 2") == f"4, 3: {after}, taken over unchanged"
+    text = point("weights", "3 2")
+    assert "√" not in text and text.count("e^") == 4 + 2 and "+ e^sink)" in text
+    assert lit(page, 0, 0) == {f"3 {c}" for c in range(5)}
+    assert "softmax(Sₕ), row by row" in page.locator(".step-stage").inner_text()
+    assert page.get_by_text("head 1", exact=True).count() >= 1

@@ -70,7 +70,7 @@ def steps_of(call: Caught, tokens: Sequence[str] | None) -> Steps:
         size = 1 + _attend(recorder, call)
         made = {step.name: step.values for step in recorder.steps}
         if call.weights is not None:
-            hold(call, "weights", made["weights"], call.weights, size)
+            hold(call, "weights", made["weights"], _seen(call, call.weights), size)
         if call.value is not None and call.context is not None:
             largest = float(call.value.abs().max())
             hold(call, "context", made["context"], _seen(call, call.context), size * largest)
@@ -127,7 +127,7 @@ def _attend(recorder: Recorder, call: Caught) -> float:
             f"weights = torch.softmax(torch.cat([{shares}, sink], dim=-1), dim=-1)[..., :-1]"
         )
         reason += " Each head has a sink besides, which takes a share and gives nothing."
-    elif call.allowed is not None and not bool(call.allowed.any(-1).all()):
+    elif _sees(call) is not None:
         code = code.replace(", dim=-1)", ", dim=-1).nan_to_num(0)")
         reason += " A row that sees nothing gets 0 everywhere."
     step(PAIRS, code, "Weights", reason)
@@ -136,7 +136,8 @@ def _attend(recorder: Recorder, call: Caught) -> float:
     entering = recorder.names[held]
     if divided:
         entering = entering / math.sqrt(recorder.names["head_dim"])
-    return float(entering.masked_fill(entering == -math.inf, 0).abs().max())
+    entering = entering[recorder.names["weights"] > 0]  # a huge negative number has none
+    return float(entering.abs().max()) if len(entering) else 0.0
 
 
 def _is_default(call: Caught, D: int) -> bool:
@@ -173,11 +174,17 @@ def _masked(call: Caught, held: str, L: int, S: int) -> tuple[str, str, str]:
     )
 
 
-def _seen(call: Caught, context: Tensor) -> Tensor:
-    """The call's context, 0 in rows that see no key: some kernels return NaN there."""
-    if call.allowed is None:
-        return context
-    return context.masked_fill(~call.allowed.any(-1, keepdim=True), 0)
+def _sees(call: Caught) -> Tensor | None:
+    """The rows that see a key, (H, L, 1), or None where all do."""
+    allowed = call.allowed if call.entered is None else call.entered != -math.inf
+    rows = None if allowed is None else allowed.any(-1, keepdim=True)
+    return None if rows is None or bool(rows.all()) else rows
+
+
+def _seen(call: Caught, own: Tensor) -> Tensor:
+    """The call's own numbers, 0 in rows that see no key: some codes have NaN there."""
+    rows = _sees(call)
+    return own if rows is None else own.masked_fill(~rows, 0)
 
 
 def _end(recorder: Recorder, call: Caught, size: float) -> None:

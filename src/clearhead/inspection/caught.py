@@ -113,6 +113,7 @@ class Catch(Watch):
         self, model: nn.Module | None, layer: int | str, heads: Iterable[int] | None, sequence: int
     ) -> None:
         super().__init__(model, layer, None, DEFAULT, 1, None, "zero")
+        self.layers = None  # follow all modules: a fused layer does not call the one in it
         self.layer_wanted, self.heads_wanted = layer, None if heads is None else list(heads)
         self.sequence = sequence
         self.caught: Caught | None = None
@@ -226,15 +227,16 @@ class Catch(Watch):
             *map(_wide, (key, value)),
         )
         caught.context = self._of(caught, context)
+        allowed = caught.query.new_ones(len(caught.heads), *caught.sizes, dtype=torch.bool)
         if problem.allowed is not None:
-            caught.allowed = self._of(caught, problem.allowed.expand(sizes))
-            caught.allowed = None if bool(caught.allowed.all()) else caught.allowed
+            allowed = self._of(caught, problem.allowed.expand(sizes))
         added = problem.bias_tile(0, problem.L, 0, problem.S)
         if added is not None:
             added = self._of(caught, added.expand(sizes))
-            if caught.allowed is not None:
-                added = added.masked_fill(~caught.allowed, 0)
+            allowed = _without_huge(allowed, added, caught.dtype)
+            added = added.masked_fill(~allowed, 0)
             caught.added = added if bool(added.any()) else None
+        caught.allowed = None if bool(allowed.all()) else allowed
         if problem.sinks is not None:
             caught.sinks = _wide(problem.sinks[caught.heads])
         caught.scale, caught.softcap = problem.scale, problem.softcap
@@ -246,11 +248,12 @@ class Catch(Watch):
         entered = self._of(caught, call.rules["bias"])
         if "sinks" in call.rules:
             caught.sinks = _wide(call.rules["sinks"][caught.heads])
-        visible = entered > torch.finfo(call.weights.dtype).min / 2
-        if bool(visible.any(-1).all()):  # else a blocked row is spread evenly, as the code has it
-            entered = entered.masked_fill(~visible, -math.inf)
-        caught.entered = entered
         made = None if product is None or product.made is None else as_matmul(*product.made)
+        for operand in () if made is None else made[:2]:
+            _narrow(caught, operand)
+        visible = entered != -math.inf
+        visible = _without_huge(visible, entered, caught.dtype)
+        caught.entered = entered = entered.masked_fill(~visible, -math.inf)
         if made is None:
             return
         rows, columns = (self._of_product(caught, t) for t in (made[0], made[1].mT))
@@ -285,8 +288,7 @@ class Catch(Watch):
 
     def _of_product(self, caught: Caught, tensor: Tensor) -> Tensor | None:
         """The wanted sequence and heads of an operand with all leading axes of its product."""
-        if torch.finfo(tensor.dtype).eps > torch.finfo(caught.dtype).eps:
-            caught.dtype = tensor.dtype  # what the softmax ran in may be wider
+        _narrow(caught, tensor)
         tensor = calls.score_axes(tensor.detach(), caught.module)
         if tensor.shape[0] <= self.sequence or tensor.shape[1] != caught.num_heads:
             return None
@@ -349,6 +351,19 @@ def rounding(dtype: torch.dtype) -> float:
     """How far two orders of the same sums may be apart, for numbers of size 1."""
     exact = dtype in (torch.float32, torch.float64)
     return (100 if exact else 4) * torch.finfo(dtype).eps
+
+
+def _narrow(caught: Caught, tensor: Tensor) -> None:
+    """The dtype of the call: what a softmax ran in may be wider than what it was made of."""
+    if torch.finfo(tensor.dtype).eps > torch.finfo(caught.dtype).eps:
+        caught.dtype = tensor.dtype
+
+
+def _without_huge(allowed: Tensor, added: Tensor, dtype: torch.dtype) -> Tensor:
+    """allowed, (H, L, S), without what codes block by a huge negative number in place of -inf. A
+    row in which all are blocked so is spread evenly, and stays."""
+    seen = allowed & (added > torch.finfo(dtype).min / 2)
+    return torch.where(seen.any(-1, keepdim=True), seen, allowed)
 
 
 def _scale(

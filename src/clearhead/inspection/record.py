@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..results import Aux, Summary, TopK
-from .names import as_list, is_layer
+from .names import Layers, as_list, is_layer
 
 STATISTICS = ("lse", "max_logit", "entropy", "first_mass", "previous_mass", "self_mass", "distance")
 FORMAT = "clearhead watch 1"
@@ -183,6 +183,55 @@ class Seen:
             "maps: no weights were recorded; watch with aux=AuxRequest(weights=True), or with "
             "AuxRequest(top_k=8) for the largest of each row"
         )
+
+    def to_html(
+        self,
+        tokens: Sequence[str] | None = None,
+        *,
+        title: str = "What watch saw",
+        layers: Layers | None = None,
+        step: int | None = None,
+        sequence: int = 0,
+        full: str | None = None,
+    ) -> str:
+        """One self-contained page of all heads of one forward, as text: see docs/page.md.
+
+        Args:
+            tokens: L pieces of the text with the spaces before them; 1, 2, ... where None.
+            title: what stands at its top.
+            layers: which ones, as for `watch`; all where None. Their rows and keys must be the same
+                L tokens. The page numbers those it shows from 0.
+            step: which forward; needed where more than one was recorded.
+            sequence: which of the batch.
+            full: "maps" to keep all weights of a long text, of which the page else keeps the 8
+                largest in each row.
+
+        Raises:
+            ValueError: no weights were recorded, or the arguments do not name one square map for
+            each layer; each says what to do.
+        """
+        from .watch_page import page_of
+
+        return page_of(self, tokens, title, layers, step, sequence, full)
+
+    def write_html(
+        self, path: str | Path, tokens: Sequence[str] | None = None, **options: Any
+    ) -> str:
+        """Write the page of `to_html`, and say so: "heads.html: 95 kB"."""
+        from ..view import page
+
+        return page.write(path, self.to_html(tokens, **options))
+
+    def _repr_html_(self) -> str | None:
+        """The page in a notebook; the table of `repr` where there is no such page."""
+        from ..view import page
+
+        if any(record.aux.weights is None for record in self):
+            return None
+        try:
+            return page.frame(self.to_html())
+        except ValueError:
+            return None
 
     def log_to(self, writer: Any) -> int:
         """Hand every statistic of the records since the last call of this to a logger.
