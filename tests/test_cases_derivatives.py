@@ -78,9 +78,11 @@ def test_second_derivatives_are_right_or_refused(dtype):
 def test_first_derivatives_do_not_ask_for_more_than_they_need():
     """pytorch#116350: the refusal above is for second derivatives only."""
     leaves = [torch.randn(1, 2, 4, 4, requires_grad=True) for _ in range(3)]
-    assert explain(*leaves).backend == "sdpa"
-    grads = torch.autograd.grad(attention(*leaves).sum(), leaves, retain_graph=True)
-    assert all(bool(g.isfinite().all()) for g in grads)
+    for backend in ("auto", "sdpa"):
+        assert explain(*leaves, backend=backend).backend in ("native", "sdpa")
+        out = attention(*leaves, backend=backend)
+        grads = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        assert all(bool(g.isfinite().all()) for g in grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

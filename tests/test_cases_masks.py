@@ -72,10 +72,10 @@ def test_bool_and_minus_infinity_are_the_same_mask(causal, dtype):
         outs = [attention(query, key, value, **form, backend=backend) for form in claimed]
         assert_within_budget(outs[0], gold, peer)
         assert len(outs) > 2 and all(torch.equal(out, outs[0]) for out in outs[1:])
-    # Left to itself, one backend serves all forms, unless two half-precision masks are to be added.
-    one = [form for form in forms if dtype == torch.float32 or {"attn_mask", "bias"} - set(form)]
-    outs = [attention(query, key, value, **form) for form in one]
-    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    # The native kernels fold the scale into the exponent where nothing is added to the scores, so
+    # that there a mask of numbers rounds in other places.
+    for form in forms:
+        assert_within_budget(attention(query, key, value, **form), gold, peer)
 
 
 @pytest.mark.parametrize("causal", [False, True])

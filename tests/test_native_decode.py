@@ -94,8 +94,8 @@ from test_native_decode import (test_every_rule, test_head_sizes, test_long,
                                 test_what_is_seen_and_not_finite_arrives_as_among_many_rows,
                                 test_a_row_whose_keys_end_with_it_has_the_bits_it_has_in_a_prompt)
 from test_native import ALL_RULES
-from clearhead.backends import native
-print(native._library().isa)
+from clearhead.backends import library
+print(library.find_library().isa)
 torch.manual_seed(0)
 for rules in ("causal", "key mask", "masks", "numbers"):
     for rows in ((1, 1), (2, 1), (3, 1), (4, 2)):
