@@ -28,15 +28,15 @@ def draw(rows: Sequence[Row], about: dict[str, Any], path: str) -> None:
             "a chart needs matplotlib: pip install 'clearhead[plot]', or leave --png out"
         ) from error
     threads = max((row.threads for row in rows), default=0)
-    rows = [row for row in rows if row.threads == threads and row.ratios]
+    rows = [row for row in rows if row.threads == threads and set(row.ratios) - {"without"}]
     bars = [row for row in rows if row.case.kind not in ("lengths", "heads")]
     growth = {kind: [r for r in rows if r.case.kind == kind] for kind in ("lengths", "heads")}
     growth = {kind: found for kind, found in growth.items() if found}
     if not rows:
         raise ValueError("there is nothing to draw: no case was timed beside a peer")
 
-    names = list(dict.fromkeys(row.case.name for row in bars))
-    tall = 0.34 * len(names) + 1.2 if names else 0
+    names = list(dict.fromkeys(map(_label, bars)))
+    tall = 0.3 * len(names) + 1 if names else 0
     figure = Figure(figsize=(9, tall + 3.6 * bool(growth) + 0.6), layout="constrained")
     parts = figure.subfigures(
         bool(names) + bool(growth), 1, squeeze=False,
@@ -60,13 +60,13 @@ def draw(rows: Sequence[Row], about: dict[str, Any], path: str) -> None:
 
 def _bars(axes: Any, dtypes: Sequence[str], rows: Sequence[Row]) -> None:
     """One bar for each case, from 1 on: the first of its peers, torch's own if that ran."""
-    labels = list(dict.fromkeys(f"{r.case.name}\n{r.case.kind}, {r.case.shape}" for r in rows))
+    labels = list(dict.fromkeys(map(_label, rows)))
     for part, dtype in zip(axes, dtypes, strict=True):
         part.set_title(dtype, fontsize=9)
         for row in (r for r in rows if r.dtype == dtype):
             name = next(iter(row.ratios))
             ratio = row.ratios[name]
-            y = labels.index(f"{row.case.name}\n{row.case.kind}, {row.case.shape}")
+            y = labels.index(_label(row))
             spread = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
             part.barh(y, ratio.median - 1, left=1, xerr=spread, color=COLOURS[name], height=0.7,
                       error_kw={"elinewidth": 0.8})  # fmt: skip
@@ -80,7 +80,13 @@ def _bars(axes: Any, dtypes: Sequence[str], rows: Sequence[Row]) -> None:
         part.minorticks_off()
         part.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(labels)), labels, fontsize=6)
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(len(labels) - 0.4, -0.6)
+
+
+def _label(row: Row) -> str:
+    """What tells a case from the others."""
+    rule = "causal" if row.case.causal else "full"
+    return f"{row.case.name}\n{row.case.kind}, {rule}, {row.case.shape}"
 
 
 def _lines(axes: Any, kind: str, rows: Sequence[Row]) -> None:
