@@ -386,18 +386,3 @@ def test_layers_that_never_came_are_listed_or_refused():
         clearhead.watch(model, heads=[5]),
     ):
         model(x)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        ({"model": 3}, TypeError, "^watch: model is a int"),
-        ({"every": 0}, ValueError, "^watch: every is 0"),
-        ({"layers": [1.5]}, TypeError, "^watch: layers has 1.5 in it"),
-        ({"aux": AuxRequest()}, ValueError, "^watch: aux asks for nothing"),
-        ({"mode": "half"}, ValueError, "^watch: mode is 'half'"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, kind, message):
-    with pytest.raises(kind, match=message):
-        clearhead.watch(**arguments)

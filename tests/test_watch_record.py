@@ -113,3 +113,18 @@ def test_the_table_shows_layers_and_what_was_not_seen():
     assert "entropy" in text
     assert "..." in text
     assert text.endswith("unseen: there: flex is a kernel of its own (1 x)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"model": 3}, TypeError, "^watch: model is a int"),
+        ({"every": 0}, ValueError, "^watch: every is 0"),
+        ({"layers": [1.5]}, TypeError, "^watch: layers has 1.5 in it"),
+        ({"aux": AuxRequest()}, ValueError, "^watch: aux asks for nothing"),
+        ({"mode": "half"}, ValueError, "^watch: mode is 'half'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        clearhead.watch(**arguments)
