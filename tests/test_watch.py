@@ -181,6 +181,16 @@ def test_fused_encoder_layers_keep_their_bits(nested, padded):
     assert_close(seen.maps(0, step=0), expected, atol=2e-6, rtol=0)
 
 
+def test_a_fused_layer_is_seen_by_the_name_of_its_attention():
+    layer = nn.TransformerEncoderLayer(12, 2, 24, batch_first=True).eval()
+    x = torch.randn(2, 5, 12)
+    with torch.no_grad():
+        expected = layer(x)
+        with clearhead.watch(layer, layers="self_attn") as seen:
+            assert torch.equal(layer(x), expected)
+    assert (seen.layers, len(seen.records), seen.unseen) == (["self_attn"], 1, [])
+
+
 def test_a_decoder_of_torch_has_two_layers_of_attention_in_each():
     model = nn.TransformerDecoder(nn.TransformerDecoderLayer(12, 2, 24, batch_first=True), 2).eval()
     x, memory = torch.randn(B, L, 12), torch.randn(B, 5, 12)

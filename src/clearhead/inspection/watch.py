@@ -162,7 +162,10 @@ class Watch:
         wanted = [*(self.layers or ()), *self.ablation.layers]
         paths = [w.partition("#")[0] for w in wanted if isinstance(w, str)]
         by_path_only = self.layers is not None and len(paths) == len(wanted)
-        if by_path_only and not any(matches(w, path or type(module).__name__) for w in paths):
+        names = [path or type(module).__name__]
+        if isinstance(module, FUSED):  # which may compute what is below it without calling it
+            names += [p for p in self.modules.paths if p.startswith(f"{path}." if path else "")]
+        if by_path_only and not any(matches(w, name) for w in paths for name in names if name):
             return False
         ours = not type(module).__module__.startswith("torch.nn.")
         return not path or ours or isinstance(module, FUSED)
