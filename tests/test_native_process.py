@@ -116,9 +116,31 @@ time.sleep({pause})
 
 @pytest.mark.parametrize("pause", [0.0, 0.003, 0.02])
 def test_a_process_may_end_while_kernels_run(pause):
-    """A daemon thread is in the midst of a call when the interpreter goes."""
+    """A daemon thread is in the midst of a call when the interpreter goes, or begins the next."""
     told = run_python(EXIT.format(pause=pause))
     assert (told.returncode, told.stdout, told.stderr) == (0, "", "")
+
+
+LATE = """
+import atexit, torch
+
+def at_the_end():
+    print(attention(query, key, value, backend="native").shape)
+
+atexit.register(at_the_end)  # runs after whatever is registered by an import that follows
+from clearhead import attention
+query, key, value = torch.randn(3, 1, 2, 30, 16)
+at_the_end()
+"""
+
+
+def test_what_ends_the_interpreter_may_still_call():
+    told = run_python(LATE)
+    assert (told.returncode, told.stdout, told.stderr) == (
+        0,
+        "torch.Size([1, 2, 30, 16])\n" * 2,
+        "",
+    )
 
 
 # -- far apart ------------------------------------------------------------------------------------
