@@ -162,6 +162,10 @@ void score_run(const Item &item, const Panel &P, const Block &block, const Data 
   constexpr bool PAIRS = PAIRED<T>;
   const int words = PAIRS ? (int(c.D) + 1) / 2 : int(c.D);
   float *s = item.scores() + v0;
+  for (int n = 0; n < 2; n++)
+    if (data.added[n])
+      foresee_dense(c.added[n], item.b, P.place + v0, (run.v1 - run.v0) * VL, n0 + run.j0,
+                    n0 + run.j1);
   if (item.plan.few) {
     const FewRows<T> K = {key_of<T>(item, n0), c.key_strides[2], int(c.D)};
     const FewRows<T> V = {value_of<T>(item, n0), c.value_strides[2], int(c.Dv)};

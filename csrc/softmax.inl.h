@@ -58,18 +58,25 @@ NOINLINE void scores(Rows K, const float *q, int words, const Panel &P, const Ru
 
 INLINE vf magnitude(vi x) { return __builtin_convertvector(x < 0 ? -x : x, vf); }
 
-// Step 1, what a scale that is not folded, a softcap and ALiBi make of the product.
+// What one block of a call needs done to its products. The usual dense masks have loops of their
+// own, which ask nothing for every vector.
+constexpr int SCALE = 1, ADD = 2, DENSE = 4, OTHER = 8;
+
+// Step 1, what a scale that is not folded, a softcap and ALiBi make of the product. Rounded, so that
+// what is added later gives the same bits in every loop.
+template <int RULES>
 INLINE vf shaped(const clearhead_call &c, float scale, float per_cap, vf x, vf slope, vi apart) {
   x *= scale;
-  if (c.softcap != 0) x = tanh(x * per_cap) * float(c.softcap);
-  if (c.slopes) x -= slope * magnitude(apart);
-  return x;
+  if ((RULES & OTHER) && c.softcap != 0) x = tanh(x * per_cap) * float(c.softcap);
+  if ((RULES & OTHER) && c.slopes) x -= slope * magnitude(apart);
+  return rounded(x);
 }
 
-// Steps 1 and 2, what needs more than the product and the positions.
-NOINLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, const Run &run,
-                          int n0, float *s, float *m) {
+template <int RULES>
+NOINLINE void rule_scores_by(const Plan &plan, const Panel &P, const Data &data, const Run &run,
+                             int n0, float *s, float *m) {
   const clearhead_call &c = *plan.call;
+  constexpr bool all = RULES & OTHER;
   const float per_cap = c.softcap != 0 ? 1 / float(c.softcap) : 0;
   const vf never = splat(-INFINITY);
   for (int v = run.v0; v < run.v1; v++) {
@@ -81,18 +88,19 @@ NOINLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, co
     for (int j = run.j0; j < run.j1; j++) {
       const int at = j * ROWS + lane;
       vf x = load(s + at);
-      if (!plan.raw) x = shaped(c, plan.scale, per_cap, x, slope, own - (n0 + j));
+      if (all ? !plan.raw : (RULES & SCALE) != 0)
+        x = shaped<RULES>(c, plan.scale, per_cap, x, slope, own - (n0 + j));
       vi blocked = {};
-      for (const float *added : data.added) {
-        if (!added) continue;
-        const vf y = load(added + at);
+      for (int n = 0; n < (all ? 2 : 1); n++) {
+        if (all ? !data.added[n] : (RULES & ADD) == 0) continue;
+        const vf y = load(data.added[n] + at);
         x += y;
         blocked |= y == never;
       }
       if (run.cut) blocked |= (n0 + j < first) | (n0 + j >= end);
-      if (data.mask) blocked |= load(data.mask + at) == 0.f;
-      if (data.key_mask && !data.key_mask[j * data.key_mask_stride]) blocked |= -1;
-      if (data.doc_k) {
+      if (all ? data.mask != nullptr : (RULES & DENSE) != 0) blocked |= load(data.mask + at) == 0.f;
+      if (all && data.key_mask && !data.key_mask[j * data.key_mask_stride]) blocked |= -1;
+      if (all && data.doc_k) {
         const int64_t doc = data.doc_k[j * data.doc_k_stride];
         blocked |= (low != int32_t(doc)) | (high != int32_t(doc >> 32));
       }
@@ -102,6 +110,18 @@ NOINLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, co
     }
     store(m + lane, top);
   }
+}
+
+// Steps 1 and 2, what needs more than the product and the positions.
+INLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, const Run &run, int n0,
+                        float *s, float *m) {
+  const clearhead_call &c = *plan.call;
+  const bool other = data.key_mask || data.doc_k || data.added[1] || c.softcap != 0 || c.slopes;
+  if (!other && plan.raw && data.mask)
+    return rule_scores_by<DENSE>(plan, P, data, run, n0, s, m);
+  if (!other && !plan.raw && !data.mask && data.added[0])
+    return rule_scores_by<SCALE | ADD>(plan, P, data, run, n0, s, m);
+  rule_scores_by<SCALE | ADD | DENSE | OTHER>(plan, P, data, run, n0, s, m);
 }
 
 // Steps 3 and 4 of one vector: p_ij, and the sums that statistics want.
