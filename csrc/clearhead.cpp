@@ -26,10 +26,11 @@ int32_t check_offsets(const int64_t *cu, int64_t B, int64_t longest) {
 }
 
 int32_t check_sizes(const clearhead_call &c) {
-  for (int64_t size : {c.B, c.H, c.Hkv, c.L, c.S, c.D, c.Dv})
+  const int64_t Dv = c.out ? c.Dv : 1;
+  for (int64_t size : {c.B, c.H, c.Hkv, c.L, c.S, c.D, Dv})
     if (size < 1 || size >= SIZE_LIMIT) return CLEARHEAD_BAD_SIZE;
   if (c.H % c.Hkv) return CLEARHEAD_BAD_SIZE;
-  if (c.D > CLEARHEAD_MAX_HEAD_SIZE || c.Dv > CLEARHEAD_MAX_HEAD_SIZE)
+  if (c.D > CLEARHEAD_MAX_HEAD_SIZE || Dv > CLEARHEAD_MAX_HEAD_SIZE)
     return CLEARHEAD_BAD_HEAD_SIZE;
   if (c.top_k < 0 || c.top_k > CLEARHEAD_MAX_TOP_K) return CLEARHEAD_BAD_SIZE;
   if (!c.cu_q != !c.cu_k) return CLEARHEAD_BAD_POINTER;
@@ -40,9 +41,10 @@ int32_t check_sizes(const clearhead_call &c) {
 
 int32_t check_all(const clearhead_call &c) {
   if (int32_t status = check_sizes(c)) return status;
-  for (const void *needed : {c.query, c.key, c.value, (const void *)c.out, (const void *)c.m,
-                             (const void *)c.z, (const void *)c.workspace})
+  for (const void *needed : {c.query, c.key, (const void *)c.m, (const void *)c.z,
+                             (const void *)c.workspace})
     if (!needed) return CLEARHEAD_BAD_POINTER;
+  if (c.out && !c.value) return CLEARHEAD_BAD_POINTER;
   if (!c.doc_q != !c.doc_k) return CLEARHEAD_BAD_POINTER;
   if (c.mask.data && c.mask.dtype != CLEARHEAD_BOOL) return CLEARHEAD_BAD_DTYPE;
   for (const clearhead_dense &added : c.added)

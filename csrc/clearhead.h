@@ -7,7 +7,8 @@
        z_i   = sum_j exp(s_ij - m_i)                   and the sink's exp(sink_h - m_i)
        out_i = sum_j exp(s_ij - m_i) v_j / z_i         own(i) = i + (S - L)
 
-   A row that sees no key gives out = 0, m = -inf, z = 0. Arithmetic is float32; on some processors
+   A row that sees no key gives out = 0, m = -inf, z = 0. Without `out` nothing is done with values,
+   and m, z and the statistics have the bits that they have with it. Arithmetic is float32; on some processors
    calls in bfloat16 round exp(s_ij - m_i) to it before it weighs v_j (and in the sum that divides
    out_i, not in z_i). head_mask multiplies out_i.
    Strides count elements. Everything belongs to the caller, the workspace included; nothing is
@@ -69,7 +70,7 @@ typedef struct {
   const void *query;         /* (B, H, L, D) */
   const void *key;           /* (B, Hkv, S, D) */
   const void *value;         /* (B, Hkv, S, Dv) */
-  void *out;                 /* (B, H, L, Dv) */
+  void *out;                 /* (B, H, L, Dv), or NULL: then value, Dv and strides are not read */
   int64_t query_strides[3];  /* the last axis has stride 1, here and below */
   int64_t key_strides[3];
   int64_t value_strides[3];
@@ -127,7 +128,8 @@ CLEARHEAD_API int64_t clearhead_call_bytes(void);
    on success only. */
 CLEARHEAD_API int32_t clearhead_isa(const char **name);
 
-/* The workspace that a call needs, from its sizes, dtype and threads. */
+/* The workspace that a call needs, from its sizes, dtype and threads, and from which of its pointers
+   are NULL. */
 CLEARHEAD_API int32_t clearhead_workspace(const clearhead_call *call, int64_t *bytes);
 
 CLEARHEAD_API int32_t clearhead_forward(const clearhead_call *call);

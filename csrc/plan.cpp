@@ -155,8 +155,15 @@ Plan make_mass_plan(const Job &job, const clearhead_call &c) {
   return p;
 }
 
+// Without an output the values have no columns: whatever goes over these has nothing to do, and what
+// is left does the same in the same order.
 clearhead_call part_of(const Job &job, int64_t s) {
-  return job.whole->cu_q ? sequence(*job.whole, s) : *job.whole;
+  clearhead_call part = job.whole->cu_q ? sequence(*job.whole, s) : *job.whole;
+  if (!part.out) {
+    part.value = nullptr, part.Dv = 0;
+    for (int n = 0; n < 3; n++) part.value_strides[n] = part.out_strides[n] = 0;
+  }
+  return part;
 }
 
 Job make_job(const clearhead_call &c, const Kernel &kernel) {

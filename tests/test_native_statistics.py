@@ -7,8 +7,10 @@ import torch
 from native_call import ROWS, STATISTICS, run
 from torch.testing import assert_close
 
-from clearhead import attention_by_definition
+from clearhead import AuxRequest, attention, attention_by_definition, explain, varlen_attention
+from clearhead.backends import library
 from clearhead.testing import CASES, Case
+from clearhead.testing.statistics import ALL, measured
 
 K = 5
 CLAIMED = {c.name: c for c in CASES if all(vars(c)[n] > 0 for n in ("B", "H", "L", "S", "D", "Dv"))}
@@ -187,3 +189,61 @@ def test_statistics_do_not_know_batch_threads_or_cuts():
     part = run(query[:, :, 150:171], key[:, :, :171], value[:, :, :171], **rules)
     for name in (*ROWS, "top_weights", "top_keys"):
         same_bits(getattr(part, name), getattr(together, name)[:, :, 150:171])
+
+
+# -- without values -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("L", "S"), [(1, 5000), (3, 190), (60, 60), (130, 3100)])
+@pytest.mark.parametrize("rules", RULES)
+def test_without_values_each_has_the_bits_that_it_has_beside_an_output(rules, L, S, dtype):
+    case = Case(rules, B=1, H=4, Hkv=2, L=L, S=S, D=20, Dv=12, rules=RULES[rules])
+    query, key, value, given = case.make(dtype)
+    given |= {"head_mask": torch.rand(4), "backend": "native", "return_aux": ALL}
+    _, beside = attention(query, key, value, **given)
+    out, alone = attention(query, key, value[..., :0], **given)
+    assert out.shape == (1, 4, L, 0) and out.dtype == dtype
+    for name, tensor in measured(alone).items():
+        same_bits(tensor, measured(beside)[name])
+
+
+def test_without_values_packed_sequences_share_one_call(monkeypatch):
+    lengths = torch.tensor([0, 5, 5, 75, 80])
+    query, key = torch.randn(80, 4, 16), torch.randn(80, 2, 16)
+    rules = {"is_causal": True, "alibi_slopes": torch.rand(4, 4), "return_aux": ALL}
+    _, beside = varlen_attention(query, key, key, lengths, lengths, **rules)
+    lib, calls = library.find_library(), []
+    counted = lib._replace(forward=lambda call: calls.append(call) or lib.forward(call))
+    monkeypatch.setattr(library, "_loaded", [counted])
+    out, alone = varlen_attention(query, key, key[..., :0], lengths, lengths, **rules)
+    assert out.shape == (80, 4, 0) and len(calls) == 1
+    for name, tensor in measured(alone).items():
+        same_bits(tensor, measured(beside)[name])
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -1.0])], ids=["", "sinks"])
+def test_without_values_the_gradient_of_lse_is_that_beside_an_output(sinks):
+    query, key, value = (torch.randn(2, 2, L, 8, requires_grad=True) for L in (7, 30, 30))
+    given = {"sinks": sinks, "window": (9, 2), "backend": "native"}
+    factor, grads = torch.randn(2, 2, 7), []
+    for values in (value, value[..., :0]):
+        _, aux = attention(query, key, values, **given, return_aux=AuxRequest(lse=True))
+        grads.append(torch.autograd.grad((aux.lse * factor).sum(), (query, key)))
+    assert bool(grads[0][0].any())
+    for beside, alone in zip(*grads, strict=True):
+        same_bits(alone, beside)
+
+
+def test_who_serves_a_call_without_values():
+    query, key = torch.randn(1, 2, 60, 8), torch.randn(1, 2, 70, 8)
+    none = key[..., :0]
+    said = explain(query, key, none, return_aux=AuxRequest(entropy=True))
+    assert said.backend == "native" and said.how.endswith("statistics alone, without values")
+    assert "without values" not in explain(query, key, key, return_aux=ALL).how
+    # Where nothing is asked for that these kernels give, they have nothing to do.
+    for request in (None, AuxRequest(weights=True), AuxRequest(top_k=17)):
+        said = explain(query, key, none, return_aux=request)
+        assert said.backend == "chunked" and "axis of size 0" in said.reasons["native"]
+    said = explain(query, key, none, return_aux=AuxRequest(entropy=True, top_k=17))
+    assert said.backend == "native" and "top_k will come from a pass of chunked" in said.notes[0]

@@ -1,5 +1,6 @@
 """What a watch gives afterwards: tables, maps, logging, files."""
 
+import dataclasses
 import math
 import sys
 
@@ -10,6 +11,9 @@ from torch.testing import assert_close
 
 import clearhead
 from clearhead import AuxRequest, Seen
+from clearhead.backends import native
+from clearhead.inspection import watch
+from clearhead.testing.statistics import measured
 
 ALL = AuxRequest(lse=True, entropy=True, first_mass=True, key_mass=True, top_k=2, weights=True)
 
@@ -128,3 +132,19 @@ def test_the_table_shows_layers_and_what_was_not_seen():
 def test_wrong_arguments_are_named(arguments, kind, message):
     with pytest.raises(kind, match=message):
         clearhead.watch(**arguments)
+
+
+def test_a_call_of_torch_gets_the_statistics_of_the_kernels_without_values(monkeypatch):
+    """Where they can serve: to the bit those that clearhead.attention has beside its output."""
+    q, k = torch.randn(2, 4, 70, 8), torch.randn(2, 2, 70, 8)
+    served = []
+    real = native.forward
+    monkeypatch.setattr(native, "forward", lambda p: served.append(p.value.shape) or real(p))
+    for aux in (watch.DEFAULT, dataclasses.replace(watch.DEFAULT, reduce=None)):
+        with clearhead.watch(aux=aux) as seen:
+            F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        assert served.pop() == (2, 2, 70, 0) and not served
+        found, (record,) = clearhead.attention(q, k, k, is_causal=True, return_aux=aux)[1], seen
+        served.clear()
+        for name, tensor in measured(record.aux).items():
+            assert torch.equal(tensor, measured(found)[name])

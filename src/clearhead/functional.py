@@ -137,8 +137,9 @@ def attention(
         return out
     if return_aux.reduce is not None:
         assert isinstance(aux.lse, Tensor)
-        aux = summarised(aux, problem.rows_that_count(aux.lse))
+        counts = problem.rows_that_count(aux.lse)
         aux.lse = aux.lse if return_aux.lse else None
+        aux = summarised(aux, counts)
     return out, aux.each(problem.unfold)
 
 

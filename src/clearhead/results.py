@@ -148,15 +148,24 @@ def joined(parts: Sequence[Aux], join: Callable[[list[Tensor], bool], Tensor]) -
 
 def summarised(aux: Aux, counts: Tensor) -> Aux:
     """Each statistic of rows as a Summary over those that count, (B, H, L) bool; no gradients."""
-    of_keys = aux.key_mass if aux.key_mass is None else aux.key_mass.detach()
-
-    def of_rows(value: Any) -> Any:
-        if isinstance(value, TopK):
-            return _summary(value.weights.mT, counts[:, :, None])
-        return value if value is None else _summary(value, counts)
-
-    result = Aux(*map(of_rows, _fields(dataclasses.replace(aux, key_mass=None))))
-    result.key_mass = of_keys
+    held = {f.name: getattr(aux, f.name) for f in dataclasses.fields(aux)}
+    of_keys = held.pop("key_mass")
+    rows = {  # (B, H, n, L): what has n ranks is n statistics
+        name: value.weights.mT if isinstance(value, TopK) else value[:, :, None]
+        for name, value in held.items()
+        if value is not None
+    }
+    result = Aux(key_mass=None if of_keys is None else of_keys.detach())
+    if not rows:
+        return result
+    # All at once: sorting is most of the time, and torch does it on one thread for one statistic.
+    whole = _summary(torch.cat(list(rows.values()), 2), counts[:, :, None])
+    place = 0
+    for name, value in rows.items():
+        n = value.shape[2]
+        part = slice(place, place + n) if name == "top_k" else place
+        setattr(result, name, Summary(*(tensor[:, :, part] for tensor in whole)))
+        place += n
     return result
 
 

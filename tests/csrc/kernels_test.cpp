@@ -41,7 +41,6 @@ struct Problem {
   std::optional<Tensor> mask, added[2], key_mask, doc_q, doc_k, slopes, head_mask, first_key;
   std::optional<Guarded> sinks, cu_q, cu_k;
   std::vector<Guarded> results;
-  Guarded workspace{0, true};
 };
 
 Tensor whole_numbers(int64_t B, int64_t n, int64_t most, bool rising) {
@@ -300,20 +299,43 @@ void judge(const Problem &p, uint64_t seed) {
       near(seed, "key_mass", c.key_mass[n], key_mass[n], 1e-3 * (1 + key_mass[n]));
 }
 
-void run(uint64_t seed, double wrong_scale = 1) {
-  state = seed;
-  Problem p = make_problem();
+void forward(clearhead_call c, uint64_t seed) {
   int64_t bytes = 0;
-  int32_t status = clearhead_workspace(&p.c, &bytes);
+  int32_t status = clearhead_workspace(&c, &bytes);
   if (status) fail(seed, "the status of clearhead_workspace", status, 0);
   Guarded workspace{size_t(bytes), chance(50)};
   memset(workspace.data, 0xff, workspace.bytes);  // what is not written first is NaN
-  p.c.workspace = workspace.data, p.c.workspace_bytes = bytes;
-  p.c.scale *= wrong_scale;
-  status = clearhead_forward(&p.c);
-  p.c.scale /= wrong_scale;
+  c.workspace = workspace.data, c.workspace_bytes = bytes;
+  status = clearhead_forward(&c);
   if (status) fail(seed, "the status of clearhead_forward", status, 0);
+}
+
+// Without an output everything else has the bits that it has beside one.
+void without_values(Problem &p, uint64_t seed) {
+  std::vector<std::vector<char>> beside;
+  for (Guarded &found : p.results) {
+    beside.emplace_back(found.data, found.data + found.bytes);
+    memset(found.data, 0xff, found.bytes);
+  }
+  clearhead_call c = p.c;
+  c.out = nullptr, c.value = nullptr;
+  c.Dv = chance(50) ? 0 : -1, c.value_strides[2] = c.out_strides[2] = draw(-9, 9);
+  forward(c, seed);
+  for (size_t n = 0; n < beside.size(); n++)
+    for (size_t byte = 0; byte < beside[n].size(); byte++)
+      if (p.results[n].data[byte] != beside[n][byte])
+        fail(seed, "a byte of what is found without values", double(p.results[n].data[byte]),
+             double(beside[n][byte]));
+}
+
+void run(uint64_t seed, double wrong_scale = 1) {
+  state = seed;
+  Problem p = make_problem();
+  clearhead_call c = p.c;
+  c.scale *= wrong_scale;
+  forward(c, seed);
   judge(p, seed);
+  without_values(p, seed);
 }
 
 // One key more than there is memory for.

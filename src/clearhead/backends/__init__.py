@@ -100,13 +100,10 @@ def helper(problem: Problem, backend: ModuleType) -> tuple[ModuleType, Problem]:
     if problem.aux.reduce is not None or not {"lse", "weights"} & set(names):
         beside = beside.detached()
     asks = dataclasses.replace(problem.aux.only(names), reduce=None)
-    value = problem.key.new_zeros(problem.B, problem.Hkv, problem.S, 1)
+    value = problem.key.new_empty(problem.B, problem.Hkv, problem.S, 0)
     beside = dataclasses.replace(beside, value=value, dropout_p=0.0, aux=asks)
-    for other in preference(beside):
-        if other is not chunked and not lacks(beside, other) and other.why_not(beside) is None:
-            return other, beside
-    # Only chunked can do without even one value.
-    return chunked, dataclasses.replace(beside, value=value[..., :0])
+    able = (b for b in preference(beside) if not lacks(beside, b) and b.why_not(beside) is None)
+    return next(able), beside
 
 
 def _guarded(backend: ModuleType, problem: Problem) -> tuple[Tensor, Aux]:

@@ -211,7 +211,8 @@ def run(
 ) -> Tensor:
     """Call the library, on whose presence the caller relies: out (B, H, L, Dv).
 
-    m and z (B, H, L) are filled where given, and so are the tensors of `statistics`. `packed` is
+    m and z (B, H, L) are filled where given, and so are the tensors of `statistics`; with Dv = 0,
+    where the address of out is 0, these are all that the library computes. `packed` is
     for sequences packed into one batch item: how many, and the most queries and keys of one.
     """
     if _ended_by:

@@ -43,7 +43,8 @@ def why_not(problem: Problem) -> str | None:
         return "it has no dropout"
     if in_transform():
         return "it lacks the derivatives that a torch.func transform may ask for"
-    if 0 in (p.B, p.H, p.L, p.S, p.D, p.Dv):  # min() would order them in a traced graph
+    no_output = p.Dv == 0 and not _wanted(p)
+    if no_output or 0 in (p.B, p.H, p.L, p.S, p.D):  # min() would order them in a traced graph
         return "an axis of size 0 leaves its kernels nothing to do"
     if max(p.D, p.Dv) > MAX_HEAD_SIZE:
         name, size = ("head", p.D) if p.D > MAX_HEAD_SIZE else ("value head", p.Dv)
@@ -68,7 +69,8 @@ def describe(problem: Problem) -> str:
     library = find_library()
     assert isinstance(library, Library)
     n = threads()
-    return f"clearhead's CPU kernels, {library.isa}, {n} thread{'s' * (n > 1)}"
+    alone = ", statistics alone, without values" if problem.Dv == 0 else ""
+    return f"clearhead's CPU kernels, {library.isa}, {n} thread{'s' * (n > 1)}{alone}"
 
 
 def forward(problem: Problem) -> tuple[Tensor, Aux]:
