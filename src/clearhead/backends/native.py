@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..problem import Problem, in_transform
 from ..results import Aux, TopK
+from . import autograd
 from .library import (
     Library,
     empty_out,
@@ -262,8 +263,10 @@ def _call(
     why_none = find_library()
     if isinstance(why_none, str):
         raise NotImplementedError(f'attention(backend="native"): {why_none}')
-    B, _, L, _ = query.shape
     m, z, *found = _empty_rows(query, key.shape[2], ["m", "z", *wanted], top_k)
+    if not wanted:
+        return run(query, key, value, rules, m, z, packed=packed), m, z, []
+    B, _, L, _ = query.shape
     filled = dict(zip(wanted, found, strict=True))
     out = run(query, key, value, rules, m, z, statistics_of(filled, first_key, B, L), packed)
     if "lse" in filled:
@@ -277,7 +280,7 @@ def _empty_rows(query: Tensor, S: int, names: list[str], top_k: int) -> list[Ten
     shapes = {"key_mass": (B, H, S), "top_weights": (B, H, L, top_k), "top_keys": (B, H, L, top_k)}
     return [
         query.new_empty(
-            shapes.get(name, (B, H, L)),
+            *shapes.get(name, (B, H, L)),
             dtype=torch.int64 if name == "top_keys" else torch.float32,
         )
         for name in names
@@ -285,24 +288,32 @@ def _empty_rows(query: Tensor, S: int, names: list[str], top_k: int) -> list[Ten
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return (empty_out(query, value.shape[3]), *_empty_rows(query, 0, ["m", "z"], 0))
+    return (_fake_out(query, value), *_empty_rows(query, 0, ["m", "z"], 0))
 
 
 def _fake_aux(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple:
     *_, wanted, top_k = rest
     m, z, *found = _empty_rows(query, key.shape[2], ["m", "z", *wanted], top_k)
-    return empty_out(query, value.shape[3]), m, z, found
+    return _fake_out(query, value), m, z, found
+
+
+def _fake_out(query: Tensor, value: Tensor) -> Tensor:
+    return empty_out(query, (*query.shape[:3], value.shape[3]), query.stride())
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:TENSORS], *output[1:3])
+    """m, z and the statistics but lse carry no gradient."""
+    _, m, z, *rest = output
+    ctx.save_for_backward(*inputs[:TENSORS], m, z)
     ctx.numbers = inputs[TENSORS:16]
-    ctx.lse = inputs[17].index("lse") if len(inputs) > 16 and "lse" in inputs[17] else None
+    wanted, found = (inputs[17], rest[0]) if rest else ([], [])
+    ctx.lse = wanted.index("lse") if "lse" in wanted else None
+    others = (t for name, t in zip(wanted, found, strict=True) if name != "lse")
+    ctx.mark_non_differentiable(m, z, *others)
     ctx.rest = len(inputs) - TENSORS
 
 
-def _backward(ctx: Any, d_out: Tensor, d_m: Tensor, d_z: Tensor, d_found: Any = ()) -> tuple:
-    """m, z and the statistics but lse carry no gradient."""
+def _backward(ctx: Any, d_out: Tensor, d_m: Tensor, d_z: Tensor, *d_found: Tensor) -> tuple:
     *tensors, head_mask, m, z = ctx.saved_tensors
     *needs, needs_head_mask = (ctx.needs_input_grad[n] for n in (*range(7), 11))
     d_head_mask = None
@@ -322,8 +333,11 @@ def _backward(ctx: Any, d_out: Tensor, d_m: Tensor, d_z: Tensor, d_found: Any = 
     return (*grads, *[None] * 4, d_head_mask, *[None] * ctx.rest)
 
 
-for _name, _kernel, _shapes in (("native", _attend, _fake), ("native_aux", _attend_aux, _fake_aux)):
-    _ops.impl(_name, _kernel, "CPU")
-    torch.library.register_fake(f"clearhead::{_name}", _shapes, lib=_ops)
-    torch.library.register_autograd(f"clearhead::{_name}", _backward, setup_context=_save, lib=_ops)
+for _op, _kernel, _shapes in (
+    (attend, _attend, _fake),
+    (attend_aux, _attend_aux, _fake_aux),
+):
+    _ops.impl(_op._opname, _kernel, "CPU")
+    torch.library.register_fake(_op._schema.name, _shapes, lib=_ops)
+    autograd.register(_ops, _op, _kernel, _save, _backward)
 _ops.impl("native_packed", _attend_packed, "CPU")
