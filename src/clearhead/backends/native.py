@@ -3,7 +3,7 @@
 The forward pass is the op `clearhead::native`, and `clearhead::native_aux` where more than the
 output is asked for. Their backward is the op of `chunked`, from the row maximum m and sum z that
 the kernels save. `clearhead::native_packed` runs packed sequences, and has no backward. `again` is
-the same forward pass beside the ops, for calls that need nothing of what the dispatcher does.
+the same forward pass of calls that need no check, and beside the ops where none needs a gradient.
 """
 
 from typing import Any, NamedTuple
@@ -111,9 +111,8 @@ def _wanted(problem: Problem) -> list[str]:
 
 
 def _aux(names: list[str], tensors: list[Tensor]) -> Aux:
-    """What the op found, by the names of Aux; the lse alone carries a gradient."""
+    """What the op found, by the names of Aux."""
     found = dict(zip(names, tensors, strict=True))
-    found = {name: t if name == "lse" else t.detach() for name, t in found.items()}
     top_k = TopK(*(found.pop(name) for name in TOP_K["top_k"])) if "top_weights" in found else None
     return Aux(**found, top_k=top_k)
 
@@ -125,19 +124,23 @@ class Again(NamedTuple):
     """What is the same in all calls of a kind (see clearhead.kinds)."""
 
     numbers: tuple  # left, right, scale, softcap
-    rules: bytes | None  # of a call without tensors beside query, key and value
+    rules: bytes | None  # of a call of nothing but query, key and value
+    needs_grad: bool
+    names: list[str]  # the statistics that are wanted
+    top_k: int
 
 
-def again_of(problem: Problem) -> Again | None:
-    """What `again` needs for calls of this one's kind; None if it cannot serve them."""
-    p = problem
-    if p.head_mask is not None and "head_mask" not in gives(p):
-        return None
+def again_of(problem: Problem) -> Again:
+    """What `again` needs for calls of this one's kind, which these kernels serve alone."""
+    p, names = problem, _wanted(problem)
     numbers = p.left, p.right, p.scale, p.softcap
-    more = (*p.added, p.sinks, p.alibi_slopes, p.mask, p.key_mask, p.head_mask)
-    alone = all(tensor is None for tensor in more)
+    tensors = (*p.differentiable, p.head_mask)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    alone = all(t is None for t in (*tensors[3:], p.mask, p.key_mask))
     no_tensors: tuple[Any, ...] = (None,) * 9
-    return Again(numbers, rules_of((1, 1, 1, 1), *(*no_tensors, *numbers))[0] if alone else None)
+    rules, _ = rules_of((1, 1, 1, 1), *(*no_tensors, *numbers))
+    bare = alone and not needs_grad and not names
+    return Again(numbers, rules if bare else None, needs_grad, names, p.aux.top_k)
 
 
 def again(
@@ -151,16 +154,34 @@ def again(
     alibi_slopes: Tensor | None,
     key_mask: Tensor | None,
     head_mask: Tensor | None,
-) -> Tensor:
-    """The output of a call of a kind that these kernels have served, its tensors as they came."""
+) -> tuple[Tensor, Aux | None]:
+    """`forward` of a call of a kind that these kernels have served, its tensors as they came. No
+    Aux if nothing is wanted in it."""
     if same.rules is not None:
-        return run(query, key, value, same.rules)
-    shape = (*query.shape[:3], key.shape[2])
+        return run(query, key, value, same.rules), None
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     mask, float_mask = (attn_mask, None) if boolean else (None, attn_mask)
-    rules, _alive = rules_of(shape, float_mask, bias, sinks, alibi_slopes, mask, key_mask, None,
-                             None, head_mask, *same.numbers)  # fmt: skip
-    return run(query, key, value, rules)
+    key_mask = _with_axes(2, key_mask)
+    rules = (_with_axes(4, float_mask), _with_axes(4, bias), sinks, _with_axes(2, alibi_slopes),
+             _with_axes(4, mask), key_mask, None, None, _with_axes(2, head_mask),
+             *same.numbers)  # fmt: skip
+    names, as_op = same.names, same.needs_grad
+    if not names:
+        if as_op:
+            return attend(query, key, value, *rules)[0], None
+        packed, _alive = rules_of((*query.shape[:3], key.shape[2]), *rules)
+        return run(query, key, value, packed), None
+    first_key = None
+    if key_mask is not None and "first_mass" in names:
+        first_key = Problem(query, key, value, key_mask=key_mask).first_key
+    kernel: Any = attend_aux if as_op else _attend_aux
+    found = kernel(query, key, value, *rules, first_key, names, same.top_k)
+    return found[0], _aux(names, found[3])
+
+
+def _with_axes(n: int, tensor: Tensor | None) -> Tensor | None:
+    """A tensor with so many axes, the ones that are missing in front."""
+    return tensor if tensor is None or tensor.ndim == n else tensor[(None,) * (n - tensor.ndim)]
 
 
 # -- the ops --------------------------------------------------------------------------------------
