@@ -27,13 +27,10 @@ MOST = 512
 _known: dict[Kind | None, native.Again | None] = {}
 
 # Memory on a CPU and nothing more: no subclass or wrapper, nothing to negate, not nested or sparse.
-_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_INFERENCE = _CPU | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_PLAIN = (
-    _INFERENCE
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-)
+_key, _set_of = torch._C.DispatchKey, torch._C.DispatchKeySet
+_INFERENCE = _set_of(_key.CPU) | _set_of(_key.AutocastCPU)
+_ORDINARY = _INFERENCE | _set_of(_key.ADInplaceOrView) | _set_of(_key.AutogradCPU)
+_PLAIN = frozenset({_INFERENCE.raw_repr(), _ORDINARY.raw_repr()})
 _keys_of = torch._C._dispatch_keys
 
 
@@ -86,10 +83,7 @@ def kind_of(
             return None
     needs_grad = False
     for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            return None
-        keys = _keys_of(tensor)
-        if keys != _PLAIN and keys != _INFERENCE:
+        if not isinstance(tensor, Tensor) or _keys_of(tensor).raw_repr() not in _PLAIN:
             return None
         needs_grad = needs_grad or tensor.requires_grad
     if not query.ndim == key.ndim == value.ndim == 4:

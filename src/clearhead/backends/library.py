@@ -210,16 +210,21 @@ def run(
     statistics: bytes = _NO_STATISTICS,
     packed: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """Call the library, on whose presence the caller relies: out (B, H, L, Dv).
+    """Call the library: out (B, H, L, Dv).
 
     m and z (B, H, L) are filled where given, and so are the tensors of `statistics`. `packed` is
     for sequences packed into one batch item: how many, and the most queries and keys of one.
+
+    Raises:
+        NotImplementedError: there is no library.
     """
     if _ended_by:
         _stay()
     _running.append(None)
     try:
-        lib: Any = find_library()
+        lib = find_library()
+        if isinstance(lib, str):
+            raise NotImplementedError(f'attention(backend="native"): {lib}')
         B, H, L, D = query.shape
         _, Hkv, S, Dv = value.shape
         q_b, q_h, q_i, q_d = strides = query.stride()

@@ -3,9 +3,10 @@
 The forward pass is the op `clearhead::native`, and `clearhead::native_aux` where more than the
 output is asked for. Their backward is the op of `chunked`, from the row maximum m and sum z that
 the kernels save. `clearhead::native_packed` runs packed sequences, and has no backward. `again` is
-the same forward pass of calls that need no check, and beside the ops where none needs a gradient.
+the same forward pass beside the dispatcher, for calls that need no check and that nobody watches.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -165,18 +166,18 @@ def again(
     rules = (_with_axes(4, float_mask), _with_axes(4, bias), sinks, _with_axes(2, alibi_slopes),
              _with_axes(4, mask), key_mask, None, None, _with_axes(2, head_mask),
              *same.numbers)  # fmt: skip
-    names, as_op = same.names, same.needs_grad
-    if not names:
-        if as_op:
-            return attend(query, key, value, *rules)[0], None
-        packed, _alive = rules_of((*query.shape[:3], key.shape[2]), *rules)
-        return run(query, key, value, packed), None
-    first_key = None
-    if key_mask is not None and "first_mass" in names:
-        first_key = Problem(query, key, value, key_mask=key_mask).first_key
-    kernel: Any = attend_aux if as_op else _attend_aux
-    found = kernel(query, key, value, *rules, first_key, names, same.top_k)
-    return found[0], _aux(names, found[3])
+    names = same.names
+    if names:
+        first_key = None
+        if key_mask is not None and "first_mass" in names:
+            first_key = Problem(query, key, value, key_mask=key_mask).first_key
+        kernel: Any = _attend_aux_here if same.needs_grad else _attend_aux
+        found = kernel(query, key, value, *rules, first_key, names, same.top_k)
+        return found[0], _aux(names, found[3])
+    if same.needs_grad:
+        return _attend_here(query, key, value, *rules)[0], None
+    packed, _alive = rules_of((*query.shape[:3], key.shape[2]), *rules)
+    return run(query, key, value, packed), None
 
 
 def _with_axes(n: int, tensor: Tensor | None) -> Tensor | None:
@@ -212,9 +213,10 @@ attend_aux = torch.ops.clearhead.native_aux.default
 attend_packed = torch.ops.clearhead.native_packed.default
 
 
-def _attend(*inputs: Any) -> tuple[Tensor, ...]:
-    nothing_more: tuple = (None, [], 0)
-    return _attend_aux(*(*inputs, *nothing_more))[:3]
+def _attend(query: Tensor, key: Tensor, value: Tensor, *rules: Any) -> tuple[Tensor, ...]:
+    packed, _alive = rules_of((*query.shape[:3], key.shape[2]), *rules)
+    m, z = _maxima_and_sums(query)
+    return run(query, key, value, packed, m, z), m, z
 
 
 def _attend_aux(
@@ -281,13 +283,9 @@ def _call(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, m and z (B, H, L), m = -inf and z = 0 where empty, and the wanted statistics, by the
     names of clearhead.h and "lse"."""
-    why_none = find_library()
-    if isinstance(why_none, str):
-        raise NotImplementedError(f'attention(backend="native"): {why_none}')
-    m, z, *found = _empty_rows(query, key.shape[2], ["m", "z", *wanted], top_k)
-    if not wanted:
-        return run(query, key, value, rules, m, z, packed=packed), m, z, []
     B, _, L, _ = query.shape
+    m, z = _maxima_and_sums(query)
+    found = _empty(query, key.shape[2], wanted, top_k)
     filled = dict(zip(wanted, found, strict=True))
     out = run(query, key, value, rules, m, z, statistics_of(filled, first_key, B, L), packed)
     if "lse" in filled:
@@ -295,8 +293,14 @@ def _call(
     return out, m, z, found
 
 
-def _empty_rows(query: Tensor, S: int, names: list[str], top_k: int) -> list[Tensor]:
-    """Memory for what a call returns beside its output, by name."""
+def _maxima_and_sums(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for m and z, (B, H, L) each."""
+    m = query.new_empty(*query.shape[:3], dtype=torch.float32)
+    return m, torch.empty_like(m)
+
+
+def _empty(query: Tensor, S: int, names: list[str], top_k: int) -> list[Tensor]:
+    """Memory for the statistics of these names."""
     B, H, L, _ = query.shape
     shapes = {"key_mass": (B, H, S), "top_weights": (B, H, L, top_k), "top_keys": (B, H, L, top_k)}
     return [
@@ -309,29 +313,28 @@ def _empty_rows(query: Tensor, S: int, names: list[str], top_k: int) -> list[Ten
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return (_fake_out(query, value), *_empty_rows(query, 0, ["m", "z"], 0))
+    out = empty_out(query, (*query.shape[:3], value.shape[3]), query.stride())
+    return (out, *_maxima_and_sums(query))
 
 
 def _fake_aux(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple:
     *_, wanted, top_k = rest
-    m, z, *found = _empty_rows(query, key.shape[2], ["m", "z", *wanted], top_k)
-    return _fake_out(query, value), m, z, found
+    found = _empty(query, key.shape[2], wanted, top_k)
+    return (*_fake(query, key, value), found)
 
 
-def _fake_out(query: Tensor, value: Tensor) -> Tensor:
-    return empty_out(query, (*query.shape[:3], value.shape[3]), query.stride())
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _save(ctx: Any, inputs: Sequence, output: tuple) -> None:
     """m, z and the statistics but lse carry no gradient."""
     _, m, z, *rest = output
     ctx.save_for_backward(*inputs[:TENSORS], m, z)
-    ctx.numbers = inputs[TENSORS:16]
-    wanted, found = (inputs[17], rest[0]) if rest else ([], [])
-    ctx.lse = wanted.index("lse") if "lse" in wanted else None
-    others = (t for name, t in zip(wanted, found, strict=True) if name != "lse")
+    ctx.numbers, ctx.rest, ctx.lse = inputs[TENSORS:16], len(inputs) - TENSORS, None
+    others: list[Tensor] = []
+    if rest:
+        wanted, (others,) = inputs[17], rest
+        if "lse" in wanted:
+            ctx.lse = wanted.index("lse")
+            others = others[: ctx.lse] + others[ctx.lse + 1 :]
     ctx.mark_non_differentiable(m, z, *others)
-    ctx.rest = len(inputs) - TENSORS
 
 
 def _backward(ctx: Any, d_out: Tensor, d_m: Tensor, d_z: Tensor, *d_found: Tensor) -> tuple:
@@ -354,11 +357,13 @@ def _backward(ctx: Any, d_out: Tensor, d_m: Tensor, d_z: Tensor, *d_found: Tenso
     return (*grads, *[None] * 4, d_head_mask, *[None] * ctx.rest)
 
 
-for _op, _kernel, _shapes in (
-    (attend, _attend, _fake),
-    (attend_aux, _attend_aux, _fake_aux),
-):
-    _ops.impl(_op._opname, _kernel, "CPU")
-    torch.library.register_fake(_op._schema.name, _shapes, lib=_ops)
-    autograd.register(_ops, _op, _kernel, _save, _backward)
+def _implement(op: Any, kernel: Any, fake: Any) -> Any:
+    """Give an op its kernels. Returns what does the same beside the dispatcher."""
+    _ops.impl(op._opname, kernel, "CPU")
+    torch.library.register_fake(op._schema.name, fake, lib=_ops)
+    return autograd.register(_ops, op, kernel, _save, _backward)
+
+
+_attend_here = _implement(attend, _attend, _fake)
+_attend_aux_here = _implement(attend_aux, _attend_aux, _fake_aux)
 _ops.impl("native_packed", _attend_packed, "CPU")
