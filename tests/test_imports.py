@@ -56,9 +56,10 @@ RULES = {
     "backends.chunked": Rule(
         ours=("backends.blocks", "backends.dense", "backends.statistics", "textbook", *CALL)
     ),
-    # library is a part of native, no backend.
-    "backends.native": Rule(ours=("backends.library", *CALL)),
+    # library and autograd are parts of native, no backends.
+    "backends.native": Rule(ours=("backends.library", "backends.autograd", *CALL)),
     "backends.library": Rule(),
+    "backends.autograd": Rule(),
     "kinds": Rule(ours=("backends", *CALL)),
     "explanation": Rule(ours=("backends", "arguments", *CALL)),
     "functional": Rule(ours=("backends", "arguments", "kinds", "explanation", *CALL)),

@@ -2,12 +2,17 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function, wrap_torch_function
+from torch.overrides import (
+    handle_torch_function,
+    has_torch_function,
+    has_torch_function_variadic,
+)
 
 from . import backends, kinds
 from .arguments import make_problem, need_tensor
@@ -47,7 +52,6 @@ def attention(
     sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., head_mask: Tensor | None = ...,
     deterministic: bool = ..., backend: str = ..., return_aux: AuxRequest | None,
 ) -> Tensor | tuple[Tensor, Aux]: ...  # fmt: skip
-@wrap_torch_function(lambda query, key, value, *_, **__: (query, key, value))
 def attention(
     query: Tensor,
     key: Tensor,
@@ -115,15 +119,25 @@ def attention(
     >>> attention(q, k, v, is_causal=True).shape
     torch.Size([2, 4, 7, 8])
     """
+    if has_torch_function_variadic(query, key, value):
+        return handle_torch_function(
+            attention, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal,
+            scale=scale, bias=bias, key_mask=key_mask, window=window, documents=documents,
+            softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, head_mask=head_mask,
+            deterministic=deterministic, backend=backend, return_aux=return_aux,
+        )  # fmt: skip
     kind = None
-    if return_aux is None and documents is None:
+    if documents is None:
         kind = kinds.kind_of(query, key, value, attn_mask, dropout_p, is_causal, scale, bias,
                              key_mask, window, softcap, sinks, alibi_slopes, head_mask,
-                             deterministic, backend)  # fmt: skip
+                             deterministic, backend, return_aux)  # fmt: skip
         same = None if kind is None else kinds.known(kind)
         if same is not None:
-            return native.again(query, key, value, same, attn_mask, bias, sinks, alibi_slopes,
-                                key_mask, head_mask)  # fmt: skip
+            out, aux = native.again(query, key, value, same, attn_mask, bias, sinks, alibi_slopes,
+                                    key_mask, head_mask)  # fmt: skip
+            if return_aux is None or aux is None:
+                return out
+            return out, _reduced(aux, return_aux, None)
     problem = make_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, bias=bias,
         key_mask=key_mask, window=window, documents=documents, softcap=softcap, sinks=sinks,
@@ -135,12 +149,17 @@ def attention(
     out = problem.unfold(out)
     if return_aux is None:
         return out
-    if return_aux.reduce is not None:
-        assert isinstance(aux.lse, Tensor)
-        counts = problem.rows_that_count(aux.lse)
-        aux.lse = aux.lse if return_aux.lse else None
-        aux = summarised(aux, counts)
-    return out, aux.each(problem.unfold)
+    return out, _reduced(aux, return_aux, problem).each(problem.unfold)
+
+
+def _reduced(aux: Aux, request: AuxRequest, problem: Problem | None) -> Aux:
+    """The statistics of rows as they are, or under reduce their summaries over those that count:
+    without a problem all that see a key."""
+    if request.reduce is None:
+        return aux
+    assert isinstance(aux.lse, Tensor)
+    counts = aux.lse != -math.inf if problem is None else problem.rows_that_count(aux.lse)
+    return summarised(aux if request.lse else dataclasses.replace(aux, lse=None), counts)
 
 
 @overload

@@ -3,7 +3,8 @@
 To check a call and to choose who runs it takes ten times as long as the smallest call does. Both
 look at sizes, dtypes and rules and, where the native kernels are chosen, at nothing else. So the
 first call of a kind takes the ordinary path, `make_problem` and `backends.run`; what that found is
-kept here, and the next ones of its kind go straight to the kernels.
+kept here, and the next ones of its kind go straight to the kernels, or to their op where gradients
+are needed.
 
 Only plain tensors in plain eager code have a kind, see `kind_of`. All other calls take the ordinary
 path each time, which gives the same bits.
@@ -16,6 +17,7 @@ from torch.overrides import has_torch_function
 from . import backends
 from .backends import native
 from .problem import Problem, in_transform
+from .results import AuxRequest
 from .visibility import Window
 
 Kind = tuple
@@ -25,13 +27,10 @@ MOST = 512
 _known: dict[Kind | None, native.Again | None] = {}
 
 # Memory on a CPU and nothing more: no subclass or wrapper, nothing to negate, not nested or sparse.
-_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_INFERENCE = _CPU | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_PLAIN = (
-    _INFERENCE
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-)
+_key, _set_of = torch._C.DispatchKey, torch._C.DispatchKeySet
+_INFERENCE = _set_of(_key.CPU) | _set_of(_key.AutocastCPU)
+_ORDINARY = _INFERENCE | _set_of(_key.ADInplaceOrView) | _set_of(_key.AutogradCPU)
+_PLAIN = frozenset({_INFERENCE.raw_repr(), _ORDINARY.raw_repr()})
 _keys_of = torch._C._dispatch_keys
 
 
@@ -52,15 +51,18 @@ def kind_of(
     head_mask: Tensor | None,
     deterministic: bool,
     backend: str,
+    return_aux: AuxRequest | None,
 ) -> Kind | None:
     """All that checking and choosing rest on, or None for a call that must be looked at anew.
 
     A call has a kind if
     - nothing wants to see or to change what it does: no compiler or tracer, no mode of torch's, no
-      transform, autocast or profiler, and no tensor in it needs a gradient,
+      transform, autocast or profiler (the caller has asked query, key and value about
+      __torch_function__),
     - all its tensors are plain ones in a CPU's memory,
     - query, key and value have four axes, and its numbers are of the usual types (1, 1.0 and True
-      are equal as parts of a kind, and not all are allowed).
+      are equal as parts of a kind, and not all are allowed),
+    - what it asks for beside the output, if anything, are statistics that do not rest on padding.
     How many keys there are is no part of it, so that all steps of a decoding are of one kind.
     """
     if (
@@ -77,14 +79,14 @@ def kind_of(
     if not alone:
         more = (attn_mask, bias, key_mask, sinks, alibi_slopes, head_mask)
         tensors += tuple(tensor for tensor in more if tensor is not None)
-    grad = torch.is_grad_enabled()
+        if has_torch_function(more):
+            return None
+    needs_grad = False
     for tensor in tensors:
-        if not isinstance(tensor, Tensor) or (grad and tensor.requires_grad):
+        if not isinstance(tensor, Tensor) or _keys_of(tensor).raw_repr() not in _PLAIN:
             return None
-        keys = _keys_of(tensor)
-        if keys != _PLAIN and keys != _INFERENCE:
-            return None
-    if has_torch_function(tensors) or not query.ndim == key.ndim == value.ndim == 4:
+        needs_grad = needs_grad or tensor.requires_grad
+    if not query.ndim == key.ndim == value.ndim == 4:
         return None
     B, Hkv, S, D = key.shape
     shape = value.shape
@@ -99,15 +101,28 @@ def kind_of(
         or type(backend) is not str
     ):
         return None
+    asked = None if return_aux is None else _asked(return_aux, key_mask)
+    if asked == ():
+        return None
     return (
         query.shape, query.dtype, B, Hkv, D, key.dtype, shape[0], shape[1], shape[3], value.dtype,
         bool(is_causal), window, scale, softcap, bool(deterministic), backend,
-        None if alone else _facts(S, *more),
+        needs_grad and torch.is_grad_enabled(), asked, None if alone else _facts(S, *more),
     )  # fmt: skip
 
 
 def _is_window(window: Window) -> bool:
     return type(window) is tuple and all(side is None or type(side) is int for side in window)
+
+
+def _asked(request: AuxRequest, key_mask: Tensor | None) -> tuple:
+    """What is asked for beside the output; nothing if a call with this request has no kind."""
+    if type(request) is not AuxRequest or type(request.top_k) is not int or request.weights:
+        return ()
+    if request.reduce is not None and (type(request.reduce) is not str or key_mask is not None):
+        return ()
+    asked = request.asked
+    return (*asked, request.top_k, request.reduce) if asked else ()
 
 
 def _facts(S: int, *tensors: Tensor | None) -> tuple:
@@ -131,7 +146,7 @@ def keep(kind: Kind | None, problem: Problem, backend: str) -> None:
     """Keep what the ordinary path made of the first call of a kind."""
     if kind is None or kind in _known:
         return
-    again = native.again_of(problem) if backends.choose(problem, backend) is native else None
+    serves = backends.choose(problem, backend) is native and not backends.lacks(problem, native)
     if len(_known) >= MOST:
         _known.clear()
-    _known[kind] = again
+    _known[kind] = native.again_of(problem) if serves else None

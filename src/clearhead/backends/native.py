@@ -3,9 +3,10 @@
 The forward pass is the op `clearhead::native`, and `clearhead::native_aux` where more than the
 output is asked for. Their backward is the op of `chunked`, from the row maximum m and sum z that
 the kernels save. `clearhead::native_packed` runs packed sequences, and has no backward. `again` is
-the same forward pass beside the ops, for calls that need nothing of what the dispatcher does.
+the same forward pass beside the dispatcher, for calls that need no check and that nobody watches.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ..problem import Problem, in_transform
 from ..results import Aux, TopK
+from . import autograd
 from .library import (
     Library,
     empty_out,
@@ -112,9 +114,8 @@ def _wanted(problem: Problem) -> list[str]:
 
 
 def _aux(names: list[str], tensors: list[Tensor]) -> Aux:
-    """What the op found, by the names of Aux; the lse alone carries a gradient."""
+    """What the op found, by the names of Aux."""
     found = dict(zip(names, tensors, strict=True))
-    found = {name: t if name == "lse" else t.detach() for name, t in found.items()}
     top_k = TopK(*(found.pop(name) for name in TOP_K["top_k"])) if "top_weights" in found else None
     return Aux(**found, top_k=top_k)
 
@@ -126,19 +127,23 @@ class Again(NamedTuple):
     """What is the same in all calls of a kind (see clearhead.kinds)."""
 
     numbers: tuple  # left, right, scale, softcap
-    rules: bytes | None  # of a call without tensors beside query, key and value
+    rules: bytes | None  # of a call of nothing but query, key and value
+    needs_grad: bool
+    names: list[str]  # the statistics that are wanted
+    top_k: int
 
 
-def again_of(problem: Problem) -> Again | None:
-    """What `again` needs for calls of this one's kind; None if it cannot serve them."""
-    p = problem
-    if p.head_mask is not None and "head_mask" not in gives(p):
-        return None
+def again_of(problem: Problem) -> Again:
+    """What `again` needs for calls of this one's kind, which these kernels serve alone."""
+    p, names = problem, _wanted(problem)
     numbers = p.left, p.right, p.scale, p.softcap
-    more = (*p.added, p.sinks, p.alibi_slopes, p.mask, p.key_mask, p.head_mask)
-    alone = all(tensor is None for tensor in more)
+    tensors = (*p.differentiable, p.head_mask)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    alone = all(t is None for t in (*tensors[3:], p.mask, p.key_mask))
     no_tensors: tuple[Any, ...] = (None,) * 9
-    return Again(numbers, rules_of((1, 1, 1, 1), *(*no_tensors, *numbers))[0] if alone else None)
+    rules, _ = rules_of((1, 1, 1, 1), *(*no_tensors, *numbers))
+    bare = alone and not needs_grad and not names
+    return Again(numbers, rules if bare else None, needs_grad, names, p.aux.top_k)
 
 
 def again(
@@ -152,16 +157,34 @@ def again(
     alibi_slopes: Tensor | None,
     key_mask: Tensor | None,
     head_mask: Tensor | None,
-) -> Tensor:
-    """The output of a call of a kind that these kernels have served, its tensors as they came."""
+) -> tuple[Tensor, Aux | None]:
+    """`forward` of a call of a kind that these kernels have served, its tensors as they came. No
+    Aux if nothing is wanted in it."""
     if same.rules is not None:
-        return run(query, key, value, same.rules)
-    shape = (*query.shape[:3], key.shape[2])
+        return run(query, key, value, same.rules), None
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     mask, float_mask = (attn_mask, None) if boolean else (None, attn_mask)
-    rules, _alive = rules_of(shape, float_mask, bias, sinks, alibi_slopes, mask, key_mask, None,
-                             None, head_mask, *same.numbers)  # fmt: skip
-    return run(query, key, value, rules)
+    key_mask = _with_axes(2, key_mask)
+    rules = (_with_axes(4, float_mask), _with_axes(4, bias), sinks, _with_axes(2, alibi_slopes),
+             _with_axes(4, mask), key_mask, None, None, _with_axes(2, head_mask),
+             *same.numbers)  # fmt: skip
+    names = same.names
+    if names:
+        first_key = None
+        if key_mask is not None and "first_mass" in names:
+            first_key = Problem(query, key, value, key_mask=key_mask).first_key
+        kernel: Any = _attend_aux_here if same.needs_grad else _attend_aux
+        found = kernel(query, key, value, *rules, first_key, names, same.top_k)
+        return found[0], _aux(names, found[3])
+    if same.needs_grad:
+        return _attend_here(query, key, value, *rules)[0], None
+    packed, _alive = rules_of((*query.shape[:3], key.shape[2]), *rules)
+    return run(query, key, value, packed), None
+
+
+def _with_axes(n: int, tensor: Tensor | None) -> Tensor | None:
+    """A tensor with so many axes, the ones that are missing in front."""
+    return tensor if tensor is None or tensor.ndim == n else tensor[(None,) * (n - tensor.ndim)]
 
 
 # -- the ops --------------------------------------------------------------------------------------
@@ -192,9 +215,10 @@ attend_aux = torch.ops.clearhead.native_aux.default
 attend_packed = torch.ops.clearhead.native_packed.default
 
 
-def _attend(*inputs: Any) -> tuple[Tensor, ...]:
-    nothing_more: tuple = (None, [], 0)
-    return _attend_aux(*(*inputs, *nothing_more))[:3]
+def _attend(query: Tensor, key: Tensor, value: Tensor, *rules: Any) -> tuple[Tensor, ...]:
+    packed, _alive = rules_of((*query.shape[:3], key.shape[2]), *rules)
+    m, z = _maxima_and_sums(query)
+    return run(query, key, value, packed, m, z), m, z
 
 
 def _attend_aux(
@@ -261,11 +285,9 @@ def _call(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """out, m and z (B, H, L), m = -inf and z = 0 where empty, and the wanted statistics, by the
     names of clearhead.h and "lse"."""
-    why_none = find_library()
-    if isinstance(why_none, str):
-        raise NotImplementedError(f'attention(backend="native"): {why_none}')
     B, _, L, _ = query.shape
-    m, z, *found = _empty_rows(query, key.shape[2], ["m", "z", *wanted], top_k)
+    m, z = _maxima_and_sums(query)
+    found = _empty(query, key.shape[2], wanted, top_k)
     filled = dict(zip(wanted, found, strict=True))
     out = run(query, key, value, rules, m, z, statistics_of(filled, first_key, B, L), packed)
     if "lse" in filled:
@@ -273,13 +295,19 @@ def _call(
     return out, m, z, found
 
 
-def _empty_rows(query: Tensor, S: int, names: list[str], top_k: int) -> list[Tensor]:
-    """Memory for what a call returns beside its output, by name."""
+def _maxima_and_sums(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for m and z, (B, H, L) each."""
+    m = query.new_empty(*query.shape[:3], dtype=torch.float32)
+    return m, torch.empty_like(m)
+
+
+def _empty(query: Tensor, S: int, names: list[str], top_k: int) -> list[Tensor]:
+    """Memory for the statistics of these names."""
     B, H, L, _ = query.shape
     shapes = {"key_mass": (B, H, S), "top_weights": (B, H, L, top_k), "top_keys": (B, H, L, top_k)}
     return [
         query.new_empty(
-            shapes.get(name, (B, H, L)),
+            *shapes.get(name, (B, H, L)),
             dtype=torch.int64 if name == "top_keys" else torch.float32,
         )
         for name in names
@@ -287,24 +315,31 @@ def _empty_rows(query: Tensor, S: int, names: list[str], top_k: int) -> list[Ten
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return (empty_out(query, value.shape[3]), *_empty_rows(query, 0, ["m", "z"], 0))
+    out = empty_out(query, (*query.shape[:3], value.shape[3]), query.stride())
+    return (out, *_maxima_and_sums(query))
 
 
 def _fake_aux(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple:
     *_, wanted, top_k = rest
-    m, z, *found = _empty_rows(query, key.shape[2], ["m", "z", *wanted], top_k)
-    return empty_out(query, value.shape[3]), m, z, found
+    found = _empty(query, key.shape[2], wanted, top_k)
+    return (*_fake(query, key, value), found)
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:TENSORS], *output[1:3])
-    ctx.numbers = inputs[TENSORS:16]
-    ctx.lse = inputs[17].index("lse") if len(inputs) > 16 and "lse" in inputs[17] else None
-    ctx.rest = len(inputs) - TENSORS
-
-
-def _backward(ctx: Any, d_out: Tensor, d_m: Tensor, d_z: Tensor, d_found: Any = ()) -> tuple:
+def _save(ctx: Any, inputs: Sequence, output: tuple) -> None:
     """m, z and the statistics but lse carry no gradient."""
+    _, m, z, *rest = output
+    ctx.save_for_backward(*inputs[:TENSORS], m, z)
+    ctx.numbers, ctx.rest, ctx.lse = inputs[TENSORS:16], len(inputs) - TENSORS, None
+    others: list[Tensor] = []
+    if rest:
+        wanted, (others,) = inputs[17], rest
+        if "lse" in wanted:
+            ctx.lse = wanted.index("lse")
+            others = others[: ctx.lse] + others[ctx.lse + 1 :]
+    ctx.mark_non_differentiable(m, z, *others)
+
+
+def _backward(ctx: Any, d_out: Tensor, d_m: Tensor, d_z: Tensor, *d_found: Tensor) -> tuple:
     *tensors, head_mask, m, z = ctx.saved_tensors
     *needs, needs_head_mask = (ctx.needs_input_grad[n] for n in (*range(7), 11))
     d_head_mask = None
@@ -324,8 +359,13 @@ def _backward(ctx: Any, d_out: Tensor, d_m: Tensor, d_z: Tensor, d_found: Any = 
     return (*grads, *[None] * 4, d_head_mask, *[None] * ctx.rest)
 
 
-for _name, _kernel, _shapes in (("native", _attend, _fake), ("native_aux", _attend_aux, _fake_aux)):
-    _ops.impl(_name, _kernel, "CPU")
-    torch.library.register_fake(f"clearhead::{_name}", _shapes, lib=_ops)
-    torch.library.register_autograd(f"clearhead::{_name}", _backward, setup_context=_save, lib=_ops)
+def _implement(op: Any, kernel: Any, fake: Any) -> Any:
+    """Give an op its kernels. Returns what does the same beside the dispatcher."""
+    _ops.impl(op._opname, kernel, "CPU")
+    torch.library.register_fake(op._schema.name, fake, lib=_ops)
+    return autograd.register(_ops, op, kernel, _save, _backward)
+
+
+_attend_here = _implement(attend, _attend, _fake)
+_attend_aux_here = _implement(attend_aux, _attend_aux, _fake_aux)
 _ops.impl("native_packed", _attend_packed, "CPU")
