@@ -293,6 +293,6 @@ def test_a_half_that_cannot_be_served_is_named():
     with pytest.raises(NotImplementedError, match="^BloomModel computes attention in code of its"):
         LlavaForConditionalGeneration._from_config(config, attn_implementation="clearhead")
     model = build("llava", "eager")
-    model.model.language_model = AutoModel.from_config(text)
+    model.model.language_model = AutoModel.from_config(text, attn_implementation="eager")
     with pytest.raises(NotImplementedError, match="^BloomModel computes attention in code of its"):
         hf.use(model)

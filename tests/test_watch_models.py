@@ -141,6 +141,20 @@ def test_a_router_s_softmax_is_passed_over_and_listed(name):
     assert all("no product of two activations" in skipped.why for skipped in seen.passed_over)
 
 
+def test_scores_of_blocks_that_are_joined_are_passed_over_and_listed():
+    sizes = {**ENCODER_DECODER, "num_global_tokens": 3, "block_size": 4}
+    model = built("PegasusXModel", {**sizes, "max_position_embeddings": 64})
+    inputs = {**draw(padded=0), "decoder_input_ids": torch.randint(3, 61, (2, 7))}
+    with clearhead.watch(model) as seen:
+        model(**inputs)
+    assert len(seen) == 6 and seen.unseen == []  # of the encoder, the few rows that see everything
+    assert [skipped.where for skipped in seen.passed_over] == [
+        "encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]  # fmt: skip
+    assert {skipped.why for skipped in seen.passed_over} == {
+        "the scores of 2 products are joined in what it runs over"
+    }
+
+
 def causal_model(**options):
     return built("LlamaForCausalLM", {**GROUPED, **TOKENS, **options})
 
