@@ -230,6 +230,12 @@ class Watch:
         return name, self.numbers.setdefault(name, len(self.numbers))
 
     @property
+    def packs(self) -> bool:
+        """Whether packed sequences may share a call, and the statistics of one: not where each has
+        heads replaced, or its weights kept."""
+        return not self.ablation.layers and not self.aux.weights
+
+    @property
     def module(self) -> nn.Module | None:
         """The innermost module that is running."""
         frame = self.modules.frame
