@@ -190,6 +190,16 @@ def test_a_family_without_the_interface_runs_its_own_code(family, tmp_path):
         assert not weights.triu(1).any()
 
 
+def test_a_model_that_cannot_leave_sdpa_is_named(tmp_path):
+    """Falcon's own weights are those of a mask that it does not attend with."""
+    folder = save(tmp_path, "falcon")
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    _, tokenizer = hf.load(folder)
+    tokens = hf.tokenize(model, tokenizer, TEXT)
+    with pytest.raises(ValueError, match="^FalconModel runs attn_implementation='sdpa', which giv"):
+        read(model, tokens)
+
+
 def test_only_one_layer_is_kept_at_a_time(tmp_path):
     import weakref
 

@@ -229,21 +229,29 @@ def test_other_backends_have_a_call_each(rules, calls):
     assert calls == []
 
 
-def test_a_mode_sees_each_call_of_attention(calls):
+def test_a_mode_sees_the_call_of_all(calls):
+    """And may hand it on as a call of each, as watch does where each must be seen."""
     seen = []
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.extend([func] * (func is attention))
+            if func in (attention, varlen_attention):
+                seen.append(func)
+            if func is varlen_attention and self.takes_apart:
+                with self:
+                    return func.__wrapped__(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
 
     tensors = draw()
     expected = varlen_attention(*tensors, *offsets(LENGTHS))
-    with Mode():
-        out = varlen_attention(*tensors, *offsets(LENGTHS))
-    assert torch.equal(out, expected)
-    assert calls[0] == len(LENGTHS) and set(calls[1:]) == {1}
-    assert len(seen) == len(LENGTHS)
+    for apart, functions in ((False, []), (True, [attention] * len(LENGTHS))):
+        del seen[:], calls[:]
+        mode = Mode()
+        mode.takes_apart = apart
+        with mode:
+            assert torch.equal(varlen_attention(*tensors, *offsets(LENGTHS)), expected)
+        assert seen == [varlen_attention, *functions]
+        assert set(calls) == {1 if apart else len(LENGTHS)}
 
 
 def test_under_vmap(calls):

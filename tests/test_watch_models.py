@@ -141,6 +141,20 @@ def test_a_router_s_softmax_is_passed_over_and_listed(name):
     assert all("no product of two activations" in skipped.why for skipped in seen.passed_over)
 
 
+def test_scores_of_blocks_that_are_joined_are_passed_over_and_listed():
+    sizes = {**ENCODER_DECODER, "num_global_tokens": 3, "block_size": 4}
+    model = built("PegasusXModel", {**sizes, "max_position_embeddings": 64})
+    inputs = {**draw(padded=0), "decoder_input_ids": torch.randint(3, 61, (2, 7))}
+    with clearhead.watch(model) as seen:
+        model(**inputs)
+    assert len(seen) == 6 and seen.unseen == []  # of the encoder, the few rows that see everything
+    assert [skipped.where for skipped in seen.passed_over] == [
+        "encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]  # fmt: skip
+    assert {skipped.why for skipped in seen.passed_over} == {
+        "the scores of 2 products are joined in what it runs over"
+    }
+
+
 def causal_model(**options):
     return built("LlamaForCausalLM", {**GROUPED, **TOKENS, **options})
 
@@ -231,6 +245,101 @@ def test_training_is_seen_and_gradients_keep_their_bits():
     assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
     assert len(seen) == 2
     assert not any(record.aux.weights.requires_grad for record in seen)
+
+
+def generated():
+    """The arguments of a greedy run of five tokens from a padded batch."""
+    return {**draw(padded=3), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+
+
+@pytest.mark.parametrize(
+    ("class_name", "options"),
+    [
+        ("LlamaForCausalLM", {**GROUPED, **TOKENS}),  # packs its heads when it decodes
+        ("GPTBigCodeForCausalLM", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61,
+                                   "multi_query": True}),
+        ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}),
+    ],
+)  # fmt: skip
+def test_without_a_model_heads_are_the_model_s_too(class_name, options):
+    """The module that calls says how many there are, whether hooks follow it or not."""
+    model = built(class_name, options)
+    with clearhead.watch(aux=WEIGHTS) as seen, clearhead.watch(model, aux=WEIGHTS) as named:
+        model.generate(**generated())
+    assert len(seen) == len(named) == 10
+    assert len(seen.layers) == 10 and len(named.layers) == 2
+    for record, expected in zip(seen, named, strict=True):
+        assert record.aux.weights.shape[:3] == (2, 4, 13 if expected.step == 0 else 1)
+        assert torch.equal(record.aux.weights, expected.aux.weights)
+
+
+def test_where_no_module_calls_heads_and_rows_are_the_call_s():
+    query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 7, 8)  # 3 heads, 4 rows; or 12 heads
+    mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    with clearhead.watch(aux=WEIGHTS) as seen:
+        torch.nn.functional.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+    assert seen.maps(0).shape == (2, 3, 4, 7)
+
+
+def falcon(implementation, state=None, **options):
+    kind = transformers.FalconModel
+    config = kind.config_class(**SMALL, **options)
+    model = kind._from_config(config, attn_implementation=implementation).eval()
+    if state is not None:
+        model.load_state_dict(state)
+    else:
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.3)
+    return model
+
+
+FALCONS = {
+    "one key head": {"multi_query": True},
+    "a key head each": {"multi_query": False},
+    "grouped": {"new_decoder_architecture": True, "num_kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("heads", FALCONS)
+@pytest.mark.parametrize("padded", [0, 4])
+def test_falcon(heads, alibi, padded, monkeypatch):
+    """Its own weights are not always those that it attends with.
+
+    Eager adds the ALiBi to the mask, and then to the scores too. And a model built for sdpa goes
+    the eager way when it is asked for weights, and adds the boolean mask made for sdpa.
+    """
+    eager = falcon("eager", alibi=alibi, **FALCONS[heads])
+    fused = falcon("sdpa", eager.state_dict(), alibi=alibi, **FALCONS[heads])
+    inputs = draw(padded)
+
+    def close(seen, expected):
+        for record, weights in zip(seen, expected, strict=True):
+            assert_close(record.aux.weights[1], weights[1], atol=2e-6, rtol=0)
+            assert_close(record.aux.weights[0, :, padded:], weights[0, :, padded:], atol=2e-6,
+                         rtol=0)  # fmt: skip
+
+    with torch.no_grad():
+        plain = eager(**inputs)[0]
+        with clearhead.watch(eager, aux=WEIGHTS) as seen:
+            assert torch.equal(eager(**inputs)[0], plain)
+        close(seen, eager(**inputs, output_attentions=True).attentions)
+        plain = fused(**inputs)[0]
+        with clearhead.watch(fused, aux=WEIGHTS) as seen:
+            assert torch.equal(fused(**inputs)[0], plain)
+        own = fused(**inputs, output_attentions=True)
+        if alibi:
+            module = transformers.models.falcon.modeling_falcon
+            whole = module.build_alibi_tensor
+            monkeypatch.setattr(module, "build_alibi_tensor", lambda *a, **k: whole(*a, **k) / 2)
+        else:
+            # Without the mask that these weights were made with, rows see what follows them.
+            assert all(weights.triu(1).max() > 0.1 for weights in own.attentions)
+        assert (own[0] - plain)[1].abs().max() > 1e-3
+        right = eager(**inputs, output_attentions=True)
+        close(seen, right.attentions)
+        assert_close(plain[1], right[0][1], atol=1e-5, rtol=1e-5)
 
 
 def test_checkpointing_is_counted_once():

@@ -186,6 +186,7 @@ def varlen_attention(
     alibi_slopes: Tensor | None = ..., head_mask: Tensor | None = ..., deterministic: bool = ...,
     backend: str = ..., return_aux: AuxRequest | None,
 ) -> Tensor | tuple[Tensor, Aux]: ...  # fmt: skip
+@wrap_torch_function(lambda query, key, value, *_, **__: (query, key, value))
 def varlen_attention(
     query: Tensor,
     key: Tensor,

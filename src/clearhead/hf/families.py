@@ -70,7 +70,7 @@ def _source(module: str) -> str:
 def refuse_when_built(cls: Any) -> None:
     """Let transformers' base class ask check_class about every model that is given the name.
 
-    transformers itself takes any registered name for any family. In version 5.23, 91 modeling files
+    transformers itself takes any registered name for any family. In version 5.24, 92 modeling files
     have attention and not the interface; 50 of these never ask for a mask either, so that nothing
     but this would notice.
     """

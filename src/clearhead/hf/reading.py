@@ -130,6 +130,12 @@ def attentions(model: Any, tokens: Tokens, on_layer: OnLayer, on_inputs: OnInput
                 body.set_attn_implementation(before)
         if layers:
             return NAME
+        kind = getattr(body.config, "_attn_implementation", None) or "eager"
+        if kind != "eager" and not body._can_set_attn_implementation():
+            raise ValueError(  # falcon would give weights that are not its own
+                f"{type(body).__name__} runs attn_implementation={kind!r}, which gives no weights, "
+                'and cannot change it; load it with attn_implementation="eager"'
+            )
         for weights in _run(body, tokens, output_attentions=True).get("attentions") or ():
             if weights is not None:
                 hand_over(weights)

@@ -109,6 +109,8 @@ def catch(
 class Catch(Watch):
     """A watch that takes one call, and no statistics."""
 
+    packs = False
+
     def __init__(
         self, model: nn.Module | None, layer: int | str, heads: Iterable[int] | None, sequence: int
     ) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import functional
-from . import calls
+from . import calls, packed
 from .calls import Call
 from .products import SOFTMAX, Products
 
@@ -34,6 +34,9 @@ class Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        if func is functional.varlen_attention and not self.watch.packs:
+            with self:  # which then sees a call of each sequence
+                return func.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
         read = _READERS.get(func)
         if read is not None:
             return read(self.watch, self.products, func, args, kwargs)
@@ -91,10 +94,21 @@ def _read_softmax(
     return out
 
 
+def _read_packed(
+    watch: Watch, products: Products, func: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    out = func(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        for call in packed.read(args, kwargs):
+            watch.record(*watch.layer(), call)
+    return out
+
+
 _READERS: dict[Any, Callable] = {
     F.scaled_dot_product_attention: _read(calls.sdpa),
     F.multi_head_attention_forward: _read(calls.torch_module),
     functional.attention: _read(calls.mine),
+    functional.varlen_attention: _read_packed,
     **dict.fromkeys(SOFTMAX, _read_softmax),
 }
 

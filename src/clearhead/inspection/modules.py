@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -21,12 +23,31 @@ from .fastpath import FUSED, may_be_fused, second, without
 # Classes that compute attention, by their names, and their helpers.
 _ATTENTION = re.compile(r"(?i)attention|attn")
 _HELPER = re.compile(r"(?i)norm|output|mask|bias|drop|cache|embed|rotary|interface")
+# How many callers `calling_module` asks. Before Python 3.13 a look keeps what a function holds
+# until it returns or is looked at again, so distant ones (a training loop) are left alone.
+_CALLERS = 12
 
 
 def named_attention(module: nn.Module) -> bool:
     """Whether a module says by the name of its class that it computes attention."""
     name = type(module).__name__
     return bool(_ATTENTION.search(name)) and not _HELPER.search(name)
+
+
+def calling_module() -> nn.Module | None:
+    """The module that is at work where no hooks tell: the first argument, `self` or `module`, of
+    the innermost function that has one there; None where none of the nearest callers has.
+    """
+    caller: FrameType | None = sys._getframe(1)
+    for _ in range(_CALLERS):
+        if caller is None:
+            break
+        code = caller.f_code
+        first = caller.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, nn.Module):
+            return first
+        caller = caller.f_back
+    return None
 
 
 class Owner(Protocol):

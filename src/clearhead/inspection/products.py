@@ -8,6 +8,7 @@ is not: a vocabulary's and a router's logits come out of a layer's weights, a ga
 at all.
 
 A column that is joined to the scores (torch.cat) is a sink: a logit for each head without a value.
+Scores of several products joined (blocks of local attention) are passed over, and listed.
 """
 
 import dataclasses
@@ -40,6 +41,7 @@ class Product:
     raw: Tensor | None = None  # the scores before a sink was joined
     sinks: Tensor | None = None  # (H,)
     made: tuple[Any, ...] | None = None  # func, args, kwargs and result of the product, if kept
+    parts: int = 1  # how many products' scores stand side by side in it
 
 
 class Products:
@@ -89,6 +91,8 @@ class Products:
         if not isinstance(parts, list | tuple) or dim not in (-1, out.ndim - 1):
             return
         scores = [p for p in parts if self.of(p) is not None]
+        if len(scores) > 1:
+            self.mark(out, Product(parts=len(scores)))
         if len(scores) != 1:
             return
         if len(parts) == 2 and parts[0] is scores[0] and parts[1].shape[-1] == 1:
@@ -108,6 +112,8 @@ class Products:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if dim not in (-1, scores.ndim - 1):
             return None, f"it runs over axis {dim}, not over the keys on the last one"
+        if product.parts > 1:
+            return None, f"the scores of {product.parts} products are joined in what it runs over"
         if scores.ndim == 2 and not _ATTENTION.search(type(module).__name__):
             # A router whose weights were cast first looks like this; so does one head's attention.
             return None, "it has two axes, and the class of its module does not say attention"

@@ -21,7 +21,7 @@ from ..results import AuxRequest, checked
 from .calls import Call
 from .fastpath import FUSED
 from .mode import Mode
-from .modules import Frame, Modules, named_attention
+from .modules import Frame, Modules, calling_module, named_attention
 from .names import Layers, as_list, example, is_layer, matches
 from .record import Record, Seen
 from .surgery import Ablation
@@ -230,10 +230,16 @@ class Watch:
         return name, self.numbers.setdefault(name, len(self.numbers))
 
     @property
+    def packs(self) -> bool:
+        """Whether packed sequences may share a call, and the statistics of one: not where each has
+        heads replaced, or its weights kept."""
+        return not self.ablation.layers and not self.aux.weights
+
+    @property
     def module(self) -> nn.Module | None:
         """The innermost module that is running."""
         frame = self.modules.frame
-        return None if frame is None else frame.module
+        return calling_module() if frame is None else frame.module
 
     @property
     def path(self) -> str:
