@@ -12,6 +12,7 @@ from torch.overrides import (
     handle_torch_function,
     has_torch_function,
     has_torch_function_variadic,
+    wrap_torch_function,
 )
 
 from . import backends, kinds
