@@ -50,6 +50,7 @@ int32_t check_all(const clearhead_call &c) {
   for (const clearhead_dense &added : c.added)
     if (added.data && !is_float(added.dtype)) return CLEARHEAD_BAD_DTYPE;
   if (c.top_weights && (!c.top_keys || c.top_k < 1)) return CLEARHEAD_BAD_POINTER;
+  if (c.weights && c.cu_q) return CLEARHEAD_BAD_POINTER;
   if (c.left < 0 || c.right < 0 || !isfinite(c.scale) || !isfinite(c.softcap) || c.softcap < 0)
     return CLEARHEAD_BAD_RULE;
   return CLEARHEAD_OK;
@@ -144,5 +145,6 @@ int32_t clearhead_forward(const clearhead_call *call) {
   if (call->workspace_bytes < job.bytes) return CLEARHEAD_SMALL_WORKSPACE;
   run_pass(job, make_plan, kernel->item);
   if (call->key_mass) run_pass(job, make_mass_plan, kernel->mass);
+  if (call->weights) run_pass(job, make_weights_plan, kernel->weights);
   return CLEARHEAD_OK;
 }

@@ -44,7 +44,7 @@ enum clearhead_status {
   CLEARHEAD_BAD_SIZE,      /* an axis is 0 or negative, 2^31 or more, or H is no multiple of Hkv */
   CLEARHEAD_BAD_HEAD_SIZE, /* D or Dv is over CLEARHEAD_MAX_HEAD_SIZE */
   CLEARHEAD_BAD_DTYPE,
-  CLEARHEAD_BAD_POINTER, /* something that is needed is NULL */
+  CLEARHEAD_BAD_POINTER, /* something that is needed is NULL, or must be NULL and is not */
   CLEARHEAD_BAD_RULE,    /* a window is negative, a scale or softcap is not finite */
   CLEARHEAD_SMALL_WORKSPACE,
   CLEARHEAD_UNKNOWN_ISA,    /* CLEARHEAD_ISA names no instruction set of this library */
@@ -114,6 +114,7 @@ typedef struct {
   int64_t *top_keys;  /* (B, H, L, top_k); -1, with weight 0, where fewer keys are seen */
   int64_t top_k;      /* at most CLEARHEAD_MAX_TOP_K */
   float *key_mass;    /* (B, H, S): sum_i w_ij, in a second pass */
+  float *weights;     /* (B, H, L, S): w_ij, in a second pass; NULL with packed sequences */
 
   clearhead_parallel_for parallel_for; /* NULL runs on the calling thread alone */
   int64_t threads;

@@ -17,4 +17,8 @@ void run_mass(const Plan &plan, int64_t number, float *workspace) {
   BY_DTYPE(run_mass_item, plan, number, workspace)
 }
 
+void run_weights(const Plan &plan, int64_t number, float *workspace) {
+  BY_DTYPE(run_weights_item, plan, number, workspace)
+}
+
 }  // namespace

@@ -21,10 +21,11 @@ namespace clearhead {
 #include "finish.inl.h"
 #include "forward.inl.h"
 #include "mass.inl.h"
+#include "weights.inl.h"
 #include "entry.inl.h"
 
 const Kernel avx2_kernel = {"avx2", ROWS, VL, sizeof(Panel), sizeof(Statistics), run,
-                                    run_mass};
+                                    run_mass, run_weights};
 }  // namespace clearhead
 #pragma GCC pop_options
 #endif

@@ -24,6 +24,7 @@ namespace clearhead {
 #include "finish.inl.h"
 #include "forward.inl.h"
 #include "mass.inl.h"
+#include "weights.inl.h"
 
 namespace {
 
@@ -37,10 +38,15 @@ void run_mass(const Plan &plan, int64_t number, float *workspace) {
   run_mass_item<bfloat16>(plan, number, workspace);
 }
 
+void run_weights(const Plan &plan, int64_t number, float *workspace) {
+  if (plan.call->dtype != CLEARHEAD_BFLOAT16) return avx512_kernel.weights(plan, number, workspace);
+  run_weights_item<bfloat16>(plan, number, workspace);
+}
+
 }  // namespace
 
 const Kernel avx512bf16_kernel = {"avx512bf16", ROWS, VL, sizeof(Panel), sizeof(Statistics), run,
-                                  run_mass};
+                                  run_mass, run_weights};
 }  // namespace clearhead
 #pragma GCC pop_options
 #endif

@@ -17,8 +17,9 @@ namespace clearhead {
 #include "finish.inl.h"
 #include "forward.inl.h"
 #include "mass.inl.h"
+#include "weights.inl.h"
 #include "entry.inl.h"
 
 const Kernel generic_kernel = {"generic", ROWS, VL, sizeof(Panel), sizeof(Statistics), run,
-                                       run_mass};
+                                       run_mass, run_weights};
 }  // namespace clearhead

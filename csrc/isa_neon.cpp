@@ -19,8 +19,9 @@ namespace clearhead {
 #include "finish.inl.h"
 #include "forward.inl.h"
 #include "mass.inl.h"
+#include "weights.inl.h"
 #include "entry.inl.h"
 
-const Kernel neon_kernel = {"neon", ROWS, VL, sizeof(Panel), sizeof(Statistics), run, run_mass};
+const Kernel neon_kernel = {"neon", ROWS, VL, sizeof(Panel), sizeof(Statistics), run, run_mass, run_weights};
 }  // namespace clearhead
 #endif

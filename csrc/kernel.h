@@ -46,7 +46,9 @@ struct Kernel {
   int rows, lanes;  // of a panel, of a vector
   int panel_bytes, statistics_bytes;
   void (*item)(const Plan &plan, int64_t item, float *workspace);
-  void (*mass)(const Plan &plan, int64_t item, float *workspace);  // key_mass, when all rows ended
+  // When all rows ended: key_mass, and the weights.
+  void (*mass)(const Plan &plan, int64_t item, float *workspace);
+  void (*weights)(const Plan &plan, int64_t item, float *workspace);
 };
 
 extern const Kernel generic_kernel;
@@ -72,6 +74,7 @@ Job make_job(const clearhead_call &call, const Kernel &kernel);
 clearhead_call part_of(const Job &job, int64_t s);
 Plan make_plan(const Job &job, const clearhead_call &part);
 Plan make_mass_plan(const Job &job, const clearhead_call &part);
+Plan make_weights_plan(const Job &job, const clearhead_call &part);
 
 // The kernel in use, or NULL and why not.
 const Kernel *active_kernel(int32_t *status);

@@ -155,6 +155,14 @@ Plan make_mass_plan(const Job &job, const clearhead_call &c) {
   return p;
 }
 
+// The pass of the weights: rows as in the first one, whose spans need no items of their own.
+Plan make_weights_plan(const Job &job, const clearhead_call &c) {
+  Plan p = make_plan(job, c);
+  p.items /= p.pieces;
+  p.pieces = 1;
+  return p;
+}
+
 // Without an output the values have no columns: whatever goes over these has nothing to do, and what
 // is left does the same in the same order.
 clearhead_call part_of(const Job &job, int64_t s) {

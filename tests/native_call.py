@@ -46,6 +46,8 @@ def run(
         found["top_keys"] = torch.full((B, H, L, top_k), 777)
     if "key_mass" in wanted:
         found["key_mass"] = torch.full((B, H, S), 777.0)
+    if "weights" in wanted:
+        found["weights"] = torch.full((B, H, L, S), 777.0)
     left, right = window or (None, None)
     right = 0 if is_causal else right
     doc_q, doc_k = documents if isinstance(documents, tuple) else (documents, documents)
@@ -71,7 +73,8 @@ def run(
         at(sinks), *library._spread(slopes, batch, H), *library._spread(head_mask, batch, H),
         at(cu_q), at(cu_k), *(at(found.get(name)) for name in ROWS),
         *library._spread(first_key, B, L), at(found.get("top_weights")), at(found.get("top_keys")),
-        top_k, at(found.get("key_mass")), library.find_library().parallel_for, threads, 0, 0,
+        top_k, at(found.get("key_mass")), at(found.get("weights")),
+        library.find_library().parallel_for, threads, 0, 0,
     ]  # fmt: skip
     library._CALL.pack_into(call, 0, *fields)
     needed = ctypes.c_int64()

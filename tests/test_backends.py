@@ -120,8 +120,8 @@ def test_every_backend_returns_lse_and_weights_beside_the_same_output(backend, n
     assert_within_budget(aux.lse, lse, plain(query, key, value, **rules)[1], "lse")
     assert_within_budget(aux.weights, weights, plain(query, key, value, **rules)[2], "weights")
     notes = explain(query, key, value, **rules, backend=backend, return_aux=request).notes
-    said = [note for note in notes if note.endswith("from a pass of chunked without values")]
-    assert len(said) == (backend != "chunked")
+    said = [note for note in notes if note.endswith("from a pass of native without values")]
+    assert len(said) == (backend == "sdpa")
 
 
 # Bugs in what sdpa does not serve: it has no case in which they could show.

@@ -40,6 +40,7 @@ def gold_statistics(query, key, value, first_key=None, **rules):
         "self_mass": at(own[:, 0]),
         "distance": (w * (own - torch.arange(S)).abs()).sum(3),
         "key_mass": w.sum(2),
+        "weights": w,
     }, w
 
 
@@ -49,7 +50,9 @@ def check(case, dtype=torch.float32, first_key=None, seed=0):
     wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
             for n, t in rules.items()}  # fmt: skip
     gold, w = gold_statistics(query, key, value, first_key, **wide)
-    found = run(query, key, value, **rules, wanted=STATISTICS, top_k=K, first_key=first_key)
+    every = (*STATISTICS, "weights")
+    found = run(query, key, value, **rules, wanted=every, top_k=K, first_key=first_key)
+    assert bool((found.weights[w == 0] == 0).all())
     for name, expected in gold.items():
         # The score of a row has an error that grows with it, and so have all weights.
         score = float(gold["max_logit"][gold["max_logit"].isfinite()].abs().amax()) \
@@ -161,6 +164,21 @@ def test_blocked_keys_are_inert_and_nan_stays_in_its_row():
         same_bits(there, other)
 
 
+def test_weights_are_0_where_a_row_may_not_look_even_beside_nan():
+    query, key = torch.randn(2, 4, 60, 8), torch.randn(2, 2, 200, 8)
+    allowed = torch.rand(2, 1, 60, 200) < 0.6
+    allowed[0, 0, 5] = False
+    expected = run(query, key, key, allowed, window=(90, 9), wanted=("weights",)).weights
+    seen = expected != 0
+    query[:, :, 7], key[:, :, 40] = math.nan, math.nan
+    found = run(query, key, key, allowed, window=(90, 9), wanted=("weights",)).weights
+    blocked = ~seen
+    assert bool((found[blocked] == 0).all()) and not bool(seen[0, :, 5].any())
+    assert bool(found[:, :, 7][seen[:, :, 7]].isnan().all())
+    spoiled = seen[..., 40] | (torch.arange(60) == 7)
+    same_bits(found[~spoiled], expected[~spoiled])
+
+
 @pytest.mark.parametrize("wanted", STATISTICS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_asking_changes_nothing_else(wanted, dtype):
@@ -179,7 +197,7 @@ def test_asking_changes_nothing_else(wanted, dtype):
 
 def test_statistics_do_not_know_batch_threads_or_cuts():
     query, key, value = torch.randn(3, 4, 200, 16), *torch.randn(2, 3, 2, 200, 16)
-    rules = {"is_causal": True, "wanted": STATISTICS, "top_k": 4}
+    rules = {"is_causal": True, "wanted": (*STATISTICS, "weights"), "top_k": 4}
     together = run(query, key, value, **rules, threads=2)
     one_thread = run(query, key, value, **rules, threads=1)
     for name, tensor in vars(together).items():
@@ -189,6 +207,8 @@ def test_statistics_do_not_know_batch_threads_or_cuts():
     part = run(query[:, :, 150:171], key[:, :, :171], value[:, :, :171], **rules)
     for name in (*ROWS, "top_weights", "top_keys"):
         same_bits(getattr(part, name), getattr(together, name)[:, :, 150:171])
+    same_bits(part.weights, together.weights[:, :, 150:171, :171])
+    assert not bool(together.weights[:, :, 150:171, 171:].any())
 
 
 # -- without values -------------------------------------------------------------------------------
@@ -242,7 +262,7 @@ def test_who_serves_a_call_without_values():
     assert said.backend == "native" and said.how.endswith("statistics alone, without values")
     assert "without values" not in explain(query, key, key, return_aux=ALL).how
     # Where nothing is asked for that these kernels give, they have nothing to do.
-    for request in (None, AuxRequest(weights=True), AuxRequest(top_k=17)):
+    for request in (None, AuxRequest(top_k=17)):
         said = explain(query, key, none, return_aux=request)
         assert said.backend == "chunked" and "axis of size 0" in said.reasons["native"]
     said = explain(query, key, none, return_aux=AuxRequest(entropy=True, top_k=17))

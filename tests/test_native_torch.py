@@ -93,7 +93,7 @@ def test_opcheck(name):
 
 
 STATISTICS = ["lse", "max_logit", "entropy", "top_weights", "top_keys", "key_mass", "first_mass",
-              "previous_mass", "self_mass", "distance"]  # fmt: skip
+              "previous_mass", "self_mass", "distance", "weights"]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -200,8 +200,10 @@ def test_explain_says_where_each_comes_from():
         f"lse, entropy and top_k will come from a pass of {helper_of(request)} without values",
     )
     assert explain(query, key, value, backend="chunked", return_aux=request).notes == ()
-    one = explain(query, key, value, backend="sdpa", return_aux=AuxRequest(weights=True))
-    assert one.notes == ("weights will come from a pass of chunked without values",)
+    one = AuxRequest(weights=True)
+    for keys, other in (key, helper_of(one)), (key.clone().requires_grad_(), "chunked"):
+        said = explain(query, keys, value, backend="sdpa", return_aux=one)
+        assert said.notes == (f"weights will come from a pass of {other} without values",)
 
 
 def helper_of(request):

@@ -184,6 +184,7 @@ Problem make_problem() {
     c.top_keys = reinterpret_cast<int64_t *>(result(p, rows * c.top_k * 2));
   }
   if (chance(15)) c.key_mass = result(p, rows_b * H * total_k);
+  if (!packed && chance(25)) c.weights = result(p, rows * S);
   c.threads = draw(1, 4);
   if (chance(70)) c.parallel_for = parallel_for;
   return p;
@@ -266,6 +267,12 @@ void judge(const Problem &p, uint64_t seed) {
         if (c.first_mass) near(seed, "first_mass", c.first_mass[row], first, 2 * loose);
         if (c.previous_mass) near(seed, "previous_mass", c.previous_mass[row], previous, 2 * loose);
         if (c.self_mass) near(seed, "self_mass", c.self_mass[row], self, 2 * loose);
+        if (c.weights) {
+          std::vector<double> w(size_t(S), 0.0);
+          for (const Key &key : seen) w[size_t(key.j)] = key.w;
+          for (int64_t j = 0; j < S; j++)
+            near(seed, "a weight", c.weights[row * S + j], w[size_t(j)], 2 * loose * (w[size_t(j)] > 0));
+        }
         if (c.top_k) {
           std::vector<Key> order = seen;
           std::stable_sort(order.begin(), order.end(), [](const Key &a, const Key &b) { return a.w > b.w; });

@@ -34,6 +34,11 @@ void refuse() {
       {CLEARHEAD_BAD_POINTER, [](clearhead_call &c) { c.m = nullptr; }},
       {CLEARHEAD_BAD_POINTER, [](clearhead_call &c) { c.workspace = nullptr; }},
       {CLEARHEAD_BAD_POINTER, [](clearhead_call &c) { c.doc_q = (const int64_t *)c.key; }},
+      {CLEARHEAD_BAD_POINTER,
+       [](clearhead_call &c) {
+         static const int64_t offsets[2] = {0, 1};
+         c.cu_q = c.cu_k = offsets, c.weights = c.m;
+       }},
       {CLEARHEAD_BAD_RULE, [](clearhead_call &c) { c.left = -1; }},
       {CLEARHEAD_BAD_RULE, [](clearhead_call &c) { c.scale = NAN; }},
       {CLEARHEAD_BAD_RULE, [](clearhead_call &c) { c.softcap = -1; }},

@@ -29,7 +29,7 @@ KEPT_BYTES = 64 << 20
 _HEAD = struct.Struct("@7qq4P12q2P")  # sizes, dtype, tensors, strides, m and z
 _NUMBERS = struct.Struct("@2d2q")  # scale to right
 _RULES = struct.Struct("@" + "P4qq" * 3 + "P2q2P4qPP2qP2q2P")  # mask to cu_k
-_STATISTICS = struct.Struct("@6PP2q2PqP")  # max_logit to key_mass
+_STATISTICS = struct.Struct("@6PP2q2Pq2P")  # max_logit to weights
 _FOOT = struct.Struct("@PqPq")  # threads and workspace
 _CALL = struct.Struct(
     "@" + "".join(part.format[1:] for part in (_HEAD, _NUMBERS, _RULES, _STATISTICS, _FOOT))
@@ -342,7 +342,7 @@ def statistics_of(found: dict[str, Tensor], first_key: Tensor | None, B: int, L:
     top_k = found["top_weights"].shape[-1] if "top_weights" in found else 0
     return _STATISTICS.pack(
         *rows, *_spread(first_key, B, L), at.get("top_weights", 0), at.get("top_keys", 0), top_k,
-        at.get("key_mass", 0),
+        at.get("key_mass", 0), at.get("weights", 0),
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ MAX_HEAD_SIZE = 512
 MAX_TOP_K = 16
 # What the kernels return beside the output; "head_mask" is that they multiply by it.
 GIVEN = frozenset({"head_mask", "lse", "max_logit", "entropy", "top_k", "key_mass", "first_mass",
-                   "previous_mass", "self_mass", "distance"})  # fmt: skip
+                   "previous_mass", "self_mass", "distance", "weights"})  # fmt: skip
 TOP_K = {"top_k": ("top_weights", "top_keys")}  # one name of Aux, two of clearhead.h
 
 
@@ -57,8 +57,9 @@ def why_not(problem: Problem) -> str | None:
 
 def gives(problem: Problem) -> frozenset[str]:
     """What this backend can return beside the output, by the names of AuxRequest, and "head_mask"
-    if it multiplies the output by it."""
-    return GIVEN if problem.aux.top_k <= MAX_TOP_K else GIVEN - {"top_k"}
+    if it multiplies the output by it. Weights of it carry no gradient."""
+    not_given = {"top_k"} if problem.aux.top_k > MAX_TOP_K else set()
+    return GIVEN - not_given - ({"weights"} if problem.needs_grad else set())
 
 
 def leaks(problem: Problem) -> bool:
@@ -304,7 +305,8 @@ def _maxima_and_sums(query: Tensor) -> tuple[Tensor, Tensor]:
 def _empty(query: Tensor, S: int, names: list[str], top_k: int) -> list[Tensor]:
     """Memory for the statistics of these names."""
     B, H, L, _ = query.shape
-    shapes = {"key_mass": (B, H, S), "top_weights": (B, H, L, top_k), "top_keys": (B, H, L, top_k)}
+    shapes = {"key_mass": (B, H, S), "top_weights": (B, H, L, top_k), "top_keys": (B, H, L, top_k),
+              "weights": (B, H, L, S)}  # fmt: skip
     return [
         query.new_empty(
             *shapes.get(name, (B, H, L)),
