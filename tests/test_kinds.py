@@ -129,6 +129,7 @@ ORDINARY = {
     "jit.trace": _traced,
     "compile": lambda *t: torch.compile(attention, backend="eager", fullgraph=True)(*t),
     "negated in place": _with_first(lambda t: torch._neg_view(-t)),
+    "a mask of its own class": lambda *t: attention(*t, torch.ones(L, S).bool().as_subclass(Mine)),
     "three axes": lambda *t: torch.stack([attention(*each) for each in zip(*t, strict=True)]),
     "weights": lambda *t: attention(*t, return_aux=AuxRequest(weights=True))[0],
     "nothing more": lambda *t: attention(*t, return_aux=AuxRequest())[0],

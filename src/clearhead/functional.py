@@ -281,8 +281,8 @@ def varlen_attention(
         )
         if _all_are_native(whole, fewest, backend):
             out, aux = native.forward_packed(whole, bounds_q, bounds_k)
-            out, aux = _rows_first(out), aux.each(_rows_first)
-            return out if return_aux is None else (out, aux)
+            out = _rows_first(out)
+            return out if return_aux is None else (out, aux.each(_rows_first))
 
     outs, auxes = [], []
     for n in range(max(N, 1)):  # without a sequence, an empty one shows shapes and dtypes
