@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from clearhead.cli import known_roles as kept
 from clearhead.cli.known_roles import key, known_roles
 from clearhead.inspection import probes, sentences
-from clearhead.inspection.probes import Probe, batches, losses, projections, without
+from clearhead.inspection.probes import Probe, batches, losses, without
 from clearhead.inspection.roles import ROLES, RoleTable, roles
 
 ALL_TEXTS = [
@@ -110,7 +111,7 @@ def test_a_head_that_is_taken_out_adds_nothing(model):
     with torch.inference_mode():
         whole = model(input_ids=ids).logits
         full = seen["x"].clone()
-        with without(model, [(1, 2), (1, 0)], [4, 4, 4]):
+        with without(model, [(1, 2), (1, 0)]):
             model(input_ids=ids)
             kept = full.clone()
             kept[..., :6] = kept[..., 12:18] = 0  # heads 0 and 2, six numbers each
@@ -119,6 +120,8 @@ def test_a_head_that_is_taken_out_adds_nothing(model):
         assert torch.equal(model(input_ids=ids).logits, whole)
     hook.remove()
     assert not mixer._forward_pre_hooks
+    with without(model, []):
+        assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_repeats_are_random_tokens_twice(tokenizer):
@@ -158,8 +161,6 @@ def test_models_that_cannot_be_measured_in_full(tokenizer):
     assert {row.not_measured for row in base.rows} == {"the model has no language-model head"}
     short = roles(llama(tokenizer, max_position_embeddings=12), tokenizer, ablate=False)
     assert short.row("induction").n == (32, 32) and short.row("pronoun_noun") is not None
-    with pytest.raises(ValueError, match="LlamaForCausalLM has 3 modules that could mix heads"):
-        projections(llama(tokenizer), 4)
 
 
 def test_a_model_that_does_not_know_its_tokens(tokenizer):
@@ -169,10 +170,38 @@ def test_a_model_that_does_not_know_its_tokens(tokenizer):
         roles(small, tokenizer)
 
 
-def test_a_model_without_weights(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(model.model, "set_attn_implementation", lambda kind: None)
-    with pytest.raises(ValueError, match="LlamaModel gives no attention weights of shape"):
-        roles(model, tokenizer)
+class Plain(torch.nn.Module):
+    """A causal language model of torch's own module; with heads or without attention."""
+
+    config = SimpleNamespace(is_encoder_decoder=False)
+
+    def __init__(self, words, heads):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(words, 12), torch.nn.Linear(12, words)
+        self.mixer = torch.nn.MultiheadAttention(12, heads, batch_first=True) if heads else None
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, attention_mask):
+        x = self.embed(input_ids)
+        if self.mixer is not None:
+            later = torch.ones(*x.shape[1:2] * 2, dtype=torch.bool).triu(1)
+            x = x + self.mixer(x, x, x, attn_mask=later, need_weights=False)[0]
+        return SimpleNamespace(logits=self.head(x))
+
+
+def test_torch_s_own_module_is_read_and_its_heads_stay(tokenizer):
+    table = roles(Plain(len(tokenizer), 3).eval(), tokenizer)
+    assert [len(layer) for layer in table.scores["sink"]] == [3]
+    for row in table.rows:
+        assert row.effect is None
+        assert row.not_measured.startswith("watch: mixer is an nn.MultiheadAttention, which mixes")
+
+
+def test_a_model_without_attention(tokenizer):
+    with pytest.raises(ValueError, match="^Plain shows no attention weights of shape .B, H, "):
+        roles(Plain(len(tokenizer), 0).eval(), tokenizer)
 
 
 # ---- what is kept ----

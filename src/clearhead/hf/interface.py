@@ -148,27 +148,26 @@ def attend(
         if rules.attn_mask is not None:
             rules = dataclasses.replace(rules, attn_mask=rules.attn_mask[..., : rules.end])
 
+    options = {
+        **rules.arguments,
+        "dropout_p": dropout if module.training else 0.0,
+        "scale": scaling,
+        "bias": bias,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
     wanted = bool(output_attentions) or _captured()
     listener = None if torch.compiler.is_compiling() else _listener.get()
-    out, aux = attention(
-        query,
-        key,
-        value,
-        **rules.arguments,
-        dropout_p=dropout if module.training else 0.0,
-        scale=scaling,
-        bias=bias,
-        softcap=softcap,
-        sinks=s_aux,
-        return_aux=AuxRequest(weights=wanted or listener is not None),
-    )
-    weights = aux.weights
-    if weights is not None:
-        weights = F.pad(weights, (0, S - weights.shape[-1]))
-        if listener is not None:
-            listener(weights, query[0], key[0], value[0], scaling)
+    if not wanted and listener is None:
+        # Without a request, so that a call of a known kind is repeated without being read anew.
+        return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+    out, aux = attention(query, key, value, **options, return_aux=AuxRequest(weights=True))
+    assert aux.weights is not None
+    weights = F.pad(aux.weights, (0, S - aux.weights.shape[-1]))
+    if listener is not None:
+        listener(weights, query[0], key[0], value[0], scaling)
     out = out.transpose(1, 2).contiguous()
-    return out, weights.to(query.dtype) if weights is not None and wanted else None
+    return out, weights.to(query.dtype) if wanted else None
 
 
 def _refuse(module: torch.nn.Module, others: dict[str, Any]) -> None:

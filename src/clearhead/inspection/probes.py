@@ -1,25 +1,25 @@
 """Running a model on the texts with known answers: in batches, and with heads taken out.
 
-A model is anything that takes input_ids and attention_mask (B, L) and gives `.attentions` when
-asked for output_attentions, as the models of transformers do, which are never imported here.
+A model is anything that takes input_ids and attention_mask (B, L), as the models of transformers
+do, which are never imported here. `watch` sees its weights, and takes heads out.
 """
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..results import AuxRequest
 from .links import Words, words_of
 from .sentences import Pair, Sentence
+from .watch import watch
 
 BATCH = 1024  # tokens, padding included: 200 MB of logits with a vocabulary of 50,000
 REPEATS, SHORTEST, LONGEST = 16, 20, 34  # texts of random tokens, and how many of them come twice
-# What the module that mixes the heads of a layer is called in the model families.
-PROJECTIONS = ("o_proj", "out_proj", "c_proj", "out_lin", "wo", "o", "dense")
 
 OnProgress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -112,90 +112,38 @@ def inputs_of(model: Any, batch: Sequence[Probe]) -> dict[str, Tensor]:
     }
 
 
-@contextmanager
-def telling_weights(model: Any) -> Iterator[None]:
-    """A model whose attention is fused gives its weights within this block."""
-    kind = getattr(model.config, "_attn_implementation", None)
-    change = kind not in (None, "eager", "clearhead")
-    if change:
-        model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        if change:
-            model.set_attn_implementation(kind)
-
-
 def weights_of(model: Any, batch: Sequence[Probe]) -> Iterator[list[Tensor]]:
     """For each text of a batch the weights of every layer, each (H, L, L).
 
     Raises:
-        ValueError: the model fails, or gives no weights of (B, H, L, L) for each layer.
+        ValueError: the model fails, or watch sees no attention of (B, H, L, L), or any other.
     """
     inputs = inputs_of(model, batch)
     L = inputs["input_ids"].shape[1]
     try:
-        with torch.inference_mode():
-            told = getattr(model(**inputs, output_attentions=True), "attentions", None)
+        with torch.inference_mode(), watch(model, aux=AuxRequest(weights=True)) as seen:
+            model(**inputs)
     except (RuntimeError, IndexError) as error:  # a broken model, or too little memory
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{type(model).__name__} failed on a sentence: {reason}") from error
-    layers = [layer for layer in told or () if layer is not None]
+    layers = [r.aux.weights for r in seen if r.aux.weights is not None]
     if not layers or any(layer.shape[-2:] != (L, L) for layer in layers):
         raise ValueError(
-            f"{type(model).__name__} gives no attention weights of shape (B, H, {L}, {L}); load it "
-            'with attn_implementation="eager"'
+            f"{type(model).__name__} shows no attention weights of shape (B, H, {L}, {L}) in each "
+            'layer; load it with attn_implementation="eager"'
         )
     for b, probe in enumerate(batch):
         size = len(probe.ids)
         yield [layer[b, :, :size, :size] for layer in layers]
 
 
-def projections(model: Any, layers: int) -> list[torch.nn.Module]:
-    """The module of each layer that mixes its heads: its input is (B, L, H * Dv), head by head.
-
-    Raises:
-        ValueError: the model has other than one such module for each layer, by their names.
-    """
-    found = [
-        module
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in PROJECTIONS and "att" in name.rpartition(".")[0].lower()
-    ]
-    if len(found) != layers:
-        raise ValueError(
-            f"{type(model).__name__} has {len(found)} modules that could mix heads by their names "
-            f"({', '.join(PROJECTIONS)}) for {layers} layers"
-        )
-    return found
-
-
-@contextmanager
-def without(model: Any, heads: Collection[tuple[int, int]], sizes: Sequence[int]) -> Iterator[None]:
-    """The model with the output of some heads set to 0, before the heads are mixed.
-
-    Args:
-        heads: (layer, head), both from 0.
-        sizes: how many heads each layer has.
-    """
-    mixers = projections(model, len(sizes))
-    hooks = []
-    try:
-        for layer in {layer for layer, _ in heads}:
-            chosen = [h for other, h in heads if other == layer]
-
-            def silence(
-                module: Any, args: Any, chosen: list[int] = chosen, H: int = sizes[layer]
-            ) -> Any:
-                by_head = args[0].unflatten(-1, (H, -1)).clone()
-                by_head[..., chosen, :] = 0
-                return (by_head.flatten(-2), *args[1:])
-
-            hooks.append(mixers[layer].register_forward_pre_hook(silence))
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def without(model: Any, heads: Iterable[tuple[int, int]]) -> AbstractContextManager:
+    """While it lasts, the model with the output of some heads, (layer, head), set to 0 before the
+    heads are mixed. Layers count from 0 as in `weights_of`."""
+    layers: dict[int | str, list[int]] = {}
+    for layer, head in heads:
+        layers.setdefault(layer, []).append(head)
+    return watch(model, aux=AuxRequest(), ablate=layers) if layers else nullcontext()
 
 
 def losses(model: Any, probes: Sequence[Probe]) -> list[Tensor]:

@@ -22,7 +22,6 @@ from .probes import (
     batches,
     repeat_probes,
     sentence_probe,
-    telling_weights,
     weights_of,
 )
 from .role_table import ROLES, SYNTAX, VERSION, Effect, HeadRole, Role, RoleRow, RoleTable, tabulate
@@ -47,10 +46,11 @@ __all__ = [
 def roles(
     model: Any, tokenizer: Any, *, ablate: bool = True, progress: OnProgress | None = None
 ) -> RoleTable:
-    """Score every head of a transformers model for every role of ROLES.
+    """Score every head of a model for every role of ROLES.
 
     Args:
-        model: with its language-model head, if it has one; an encoder-decoder's encoder is read.
+        model: of transformers, or one that is called alike, with its language-model head, if it
+            has one; an encoder-decoder's encoder is read. Its attention may be fused.
         tokenizer: a fast one, which tells where in the text its tokens are.
         ablate: whether to take heads out, too, to see what that does; twice the time or more.
         progress: called as progress(what, done, total) before and after each batch.
@@ -59,7 +59,7 @@ def roles(
         The table. A role whose texts the model cannot read (too long, words unknown) has no row.
 
     Raises:
-        ValueError: the model gives no attention weights.
+        ValueError: no attention of the model can be seen.
     """
     told: OnProgress = progress or (lambda what, done, total: None)
     whole, model = model, _reader(model)
@@ -70,11 +70,10 @@ def roles(
     tally = Tally()
     body = getattr(model, "base_model", model)
     todo = [*batches(texts), *batches(repeats)]
-    with telling_weights(body):
-        for done, batch in enumerate(todo):
-            told("reading sentences", done, len(todo))
-            for probe, weights in zip(batch, weights_of(body, batch), strict=True):
-                take_in(tally, probe, weights)
+    for done, batch in enumerate(todo):
+        told("reading sentences", done, len(todo))
+        for probe, weights in zip(batch, weights_of(body, batch), strict=True):
+            take_in(tally, probe, weights)
     told("reading sentences", len(todo), len(todo))
     table = tabulate(tally)
     if not ablate:
