@@ -42,10 +42,10 @@ def test_the_error_does_not_grow_with_the_length(S, dtype, spread):
     """It is at most that of torch's kernel on the same numbers, on average and at its worst.
 
     One worst element is chance, so it is judged by the median of several draws. Measured 2026-11,
-    diffuse and peaked, full and causal: in float32 its median is 0.58 to 0.79 times torch's (128 to
-    2048 keys, 20 draws of each); in half types widened to float32 it was never larger (128 to 8192,
-    30 or 60 draws). By pairs (avx512bf16) both round weights to bfloat16, and chance decides: larger
-    than torch's in 146 of 960 draws, smaller in 200, the same in 614, all medians 1.00.
+    diffuse and peaked, full and causal: in float32 its median is 0.58 to 0.79 times torch's (128
+    to 2048 keys, 20 draws of each); in half types widened to float32 it was never larger (128 to
+    8192, 30 or 60 draws). By pairs (avx512bf16) both round weights to bfloat16, and chance decides:
+    larger than torch's in 146 of 960 draws, smaller in 200, the same in 614, all medians 1.00.
     """
     errors = []
     for seed in range(9 if S < 65536 else 3):
