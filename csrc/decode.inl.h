@@ -82,11 +82,11 @@ INLINE vf load_words(const void *from, size_t bytes) {
   return x;
 }
 
-// s_ij for VL keys j.
+// Of s_ij for VL keys j, what one stretch [d, D) adds.
 template <class T, int R>
-INLINE void few_dot(const T *const *k, const FewRows<T> &next, const float *q, int D, vf (&s)[R]) {
+INLINE void few_dot(const T *const *k, const FewRows<T> &next, const float *q, int d, int D,
+                    vf (&s)[R]) {
   vf x[VL];
-  int d = 0;
   if (sizeof(T) == 2)
     for (; d + 2 * VL <= D; d += 2 * VL) dot_pairs(k, next, q, d, s);
   if constexpr (PAIRED<T>) {
@@ -114,13 +114,18 @@ template <class T, int R>
 NOINLINE void few_scores(const FewRows<T> &K, const FewRows<T> &V, const float *q, const Panel &P,
                          const Run &run, int n0, bool last, float *s, float *m) {
   vf top = load(m);
+  const int stretch = stretch_of<PAIRED<T>>(K.size);
   for (int j = run.j0; j < run.j1; j += VL) {
     const T *k[VL];
     const int keys = int(least(run.j1 - j, VL));
     UNROLL for (int r = 0; r < VL; r++) k[r] = K.at + least(j + r, run.j1 - 1) * K.stride;
-    vf products[R] = {}, s_j[VL] = {};
-    few_dot<T, R>(k, {V.at + j * V.stride, V.stride, V.size}, q, K.size, products);
-    UNROLL for (int i = 0; i < R; i++) s_j[i] = products[i];
+    vf s_j[VL] = {};
+    for (int d = 0; d < K.size; d += stretch) {
+      vf part[R] = {};
+      const int end = int(least(K.size, d + stretch));
+      few_dot<T, R>(k, {V.at + j * V.stride, V.stride, V.size}, q, d, end, part);
+      UNROLL for (int i = 0; i < R; i++) s_j[i] += part[i];
+    }
     transpose(s_j);
     for (int r = 0; r < keys; r++) {
       if (last && run.cut && any(blocked_by_position(P, 0, splat(n0 + j + r))))

@@ -83,6 +83,7 @@ namespace {
 INLINE vf from_float16(vh h);
 INLINE vh to_float16(vf x);
 INLINE vf times_power_of_two(vf p, vf n);
+INLINE vf whole_of(vf x, vf &rest);
 INLINE vf vmax(vf a, vf b);
 INLINE vf rounded(vf x);
 INLINE vf interleave_low(vf a, vf b);
@@ -158,11 +159,19 @@ INLINE vf splat_word(const float *word) {
 
 // -- functions -------------------------------------------------------------------------------------
 
+// x = n + rest, n whole and rest from -1/2 to 1/2, for x from EXP2_LEAST to 0; below it as there.
+INLINE vf whole_by_adding(vf x, vf &rest) {
+  const vf round = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const vf y = vmax(splat(EXP2_LEAST), x), n = (y + round) - round;
+  rest = y - n;
+  return n;
+}
+
 // Worst relative error 1.2e-7, of which 2e-9 is the polynomial's (a least-squares fit, reweighted
 // to even the relative error out, on [-1/2, 1/2]).
-INLINE vf exp2_from_least(vf x) {
-  const vf round = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const vf n = (x + round) - round, f = x - n;
+INLINE vf exp2(vf x) {
+  vf f;
+  const vf n = whole_of(x, f);
   vf p = f * 0.00015353325579781085f + 0.0013398876180872321f;
   p = p * f + 0.009618437848985195f;
   p = p * f + 0.055503323674201965f;
@@ -171,8 +180,6 @@ INLINE vf exp2_from_least(vf x) {
   p = p * f + 1.f;
   return times_power_of_two(p, n);
 }
-
-INLINE vf exp2(vf x) { return exp2_from_least(vmax(splat(EXP2_LEAST), x)); }
 
 INLINE vf exp(vf x) { return exp2(x * LOG2E); }
 

@@ -29,8 +29,21 @@ INLINE vi blocked_by_position(const Panel &P, int v, vi j) {
 template <bool PAIRS, int KEYS, int N>
 INLINE void score_tile(Rows K, const float *q, int words, const Panel &P, int v0, int n, bool last,
                        bool cut, float *s, vf (&top)[N]) {
+  const int stretch = stretch_of<PAIRS>(words);
+  int d = 0;
+  for (; d + stretch < words; d += stretch) {
+    vf part[KEYS][N];
+    dot<PAIRS, KEYS, N>({K.at + d, K.stride}, q + d * ROWS, stretch, part);
+    UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++) {
+      float *s_ij = s + j * ROWS + v * VL;
+      store(s_ij, d ? load(s_ij) + part[j][v] : part[j][v]);
+    }
+  }
   vf s_ij[KEYS][N];
-  dot<PAIRS, KEYS, N>(K, q, words, s_ij);
+  dot<PAIRS, KEYS, N>({K.at + d, K.stride}, q + d * ROWS, words - d, s_ij);
+  if (d)
+    UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++)
+      s_ij[j][v] += load(s + j * ROWS + v * VL);
   if (last && cut)
     UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++)
       s_ij[j][v] = blocked_by_position(P, v0 + v, splat(n + j)) ? splat(-INFINITY) : s_ij[j][v];
@@ -127,10 +140,11 @@ INLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, cons
 // Steps 3 and 4 of one vector: p_ij, and the sums that statistics want.
 template <int WANTED>
 INLINE vf weight(vf s_ij, vf base, float exponent, vi apart, vf &l, vf &entropy, vf &distance) {
-  const vf log_p = vmax(splat(EXP2_LEAST), (s_ij - base) * exponent);
-  const vf p_ij = exp2_from_least(log_p);
+  const vf log_p = (s_ij - base) * exponent;
+  const vf p_ij = exp2(log_p);
   l += p_ij;
-  if (WANTED & ENTROPY) entropy += p_ij * log_p;  // 0 * EXP2_LEAST where blocked
+  // 0 * EXP2_LEAST where blocked
+  if (WANTED & ENTROPY) entropy += p_ij * vmax(splat(EXP2_LEAST), log_p);
   if (WANTED & DISTANCE) distance += p_ij * magnitude(apart);
   return p_ij;
 }
@@ -140,27 +154,32 @@ INLINE vf weight(vf s_ij, vf base, float exponent, vi apart, vf &l, vf &entropy,
 template <bool PAIRS, int N, int WANTED>
 NOINLINE void exponentials(const float *s, float *words, int keys, const float *base,
                            float exponent, const vi *own, Sums *sums) {
-  vf b[N], l[N], e[N], d[N], used[N];
+  vf b[N], e[N], d[N], used[N];
   UNROLL for (int v = 0; v < N; v++)
-    b[v] = load(base + v * VL), l[v] = sums[v].l, e[v] = sums[v].entropy, d[v] = sums[v].distance,
+    b[v] = load(base + v * VL), e[v] = sums[v].entropy, d[v] = sums[v].distance,
     used[v] = sums[v].used;
-  const auto p = [&](int j, int v) __attribute__((always_inline)) {
-    const vf s_ij = load(s + j * ROWS + v * VL);
-    return weight<WANTED>(s_ij, b[v], exponent, own[v] - j, l[v], e[v], d[v]);
-  };
-  if constexpr (!PAIRS) {
-    for (int j = 0; j < keys; j++)
-      UNROLL for (int v = 0; v < N; v++) store(words + j * ROWS + v * VL, p(j, v));
-  } else {
-    for (int j = 0; j < keys; j += 2)
-      UNROLL for (int v = 0; v < N; v++) {
-        const vf first = p(j, v), second = j + 1 < keys ? p(j + 1, v) : vf{};
-        const vf word = pair_of<PAIRS>(first, second);
-        used[v] = add_product<PAIRS>(used[v], word, pair_of<PAIRS>(splat(1.f), splat(1.f)));
-        store(words + j / 2 * ROWS + v * VL, word);
-      }
+  for (int j0 = 0; j0 < keys; j0 += TILE) {
+    const int end = keys < j0 + TILE ? keys : j0 + TILE;
+    vf part[N] = {};
+    const auto p = [&](int j, int v) __attribute__((always_inline)) {
+      const vf s_ij = load(s + j * ROWS + v * VL);
+      return weight<WANTED>(s_ij, b[v], exponent, own[v] - j, part[v], e[v], d[v]);
+    };
+    if constexpr (!PAIRS) {
+      for (int j = j0; j < end; j++)
+        UNROLL for (int v = 0; v < N; v++) store(words + j * ROWS + v * VL, p(j, v));
+    } else {
+      for (int j = j0; j < end; j += 2)
+        UNROLL for (int v = 0; v < N; v++) {
+          const vf first = p(j, v), second = j + 1 < end ? p(j + 1, v) : vf{};
+          const vf word = pair_of<PAIRS>(first, second);
+          used[v] = add_product<PAIRS>(used[v], word, pair_of<PAIRS>(splat(1.f), splat(1.f)));
+          store(words + j / 2 * ROWS + v * VL, word);
+        }
+    }
+    UNROLL for (int v = 0; v < N; v++) sums[v].l += part[v];
   }
-  UNROLL for (int v = 0; v < N; v++) sums[v] = {l[v], used[v], e[v], d[v]};
+  UNROLL for (int v = 0; v < N; v++) sums[v] = {sums[v].l, used[v], e[v], d[v]};
 }
 
 }  // namespace

@@ -32,6 +32,8 @@ INLINE void transpose_quads(vf (&x)[2]) {
   x[1] = vf(_mm256_permute2f128_ps(a, b, 0x31));
 }
 
+INLINE vf whole_of(vf x, vf &rest) { return whole_by_adding(x, rest); }
+
 INLINE vf from_float16(vh h) { return vf(_mm256_cvtph_ps(__m128i(h))); }
 INLINE vh to_float16(vf x) {
   return vh(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -15,6 +15,13 @@ INLINE vf times_power_of_two(vf p, vf n) {
   return vf(_mm512_scalef_ps(__m512(p), __m512(n)));
 }
 
+// Any x: the rest of -inf is 0.
+INLINE vf whole_of(vf x, vf &rest) {
+  constexpr int TO_NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  rest = vf(_mm512_reduce_ps(__m512(x), TO_NEAREST));
+  return vf(_mm512_roundscale_ps(__m512(x), TO_NEAREST));
+}
+
 INLINE vf rounded(vf x) {
   __asm__("" : "+v"(x));
   return x;

@@ -37,6 +37,8 @@ INLINE vf join_high(vf a, vf b) { return __builtin_shufflevector(a, b, 2, 3, 6, 
 // Quad c of vector r goes to quad r of vector c.
 INLINE void transpose_quads(vf (&)[1]) {}
 
+INLINE vf whole_of(vf x, vf &rest) { return whole_by_adding(x, rest); }
+
 INLINE vf from_float16(vh h) { return from_float16_by_bits(h); }
 INLINE vh to_float16(vf x) { return to_float16_by_bits(x); }
 

@@ -36,6 +36,8 @@ INLINE vf join_high(vf a, vf b) {
 }
 INLINE void transpose_quads(vf (&)[1]) {}
 
+INLINE vf whole_of(vf x, vf &rest) { return whole_by_adding(x, rest); }
+
 INLINE vf from_float16(vh h) { return vf(vcvt_f32_f16(vreinterpret_f16_u16(uint16x4_t(h)))); }
 INLINE vh to_float16(vf x) { return vh(vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(x)))); }
 

@@ -308,7 +308,10 @@ def test_a_family_equals_its_eager_attention(name, registered, true_double):
         # Eager itself is near the truth, or the budget would be worth nothing.
         assert (b - c).abs().max() < 1e-4 * max(1.0, c.abs().max())
         if kind != "weights" or name not in WEIGHTS_WITHOUT_SINKS:
-            # All carry the rounding of several layers, as a gradient does. Gradients go through
-            # torch's own kernels besides: 3.6 was measured (granite, one thread).
+            # All carry the rounding of several layers, as a gradient does. The worst
+            # gradient of one model is chance besides: 5.4 was measured (llama, generic kernels),
+            # and over 30 draws of granite's weights 0.59 to 2.78, in the mean 0.98, where sdpa has
+            # 0.51 to 1.34 and 0.95 (geometric means; of qwen2, llama and eurobert ours has 1.05,
+            # 0.89 and 0.94, sdpa 1.02, 0.96 and 1.00).
             budget = "gradient by torch" if kind == "gradient" else "gradient"
             assert_within_budget(a, c, b, budget, name=f"{name}: {kind}")

@@ -36,17 +36,19 @@ def same_bits(one, other):
 
 
 @pytest.mark.parametrize("spread", [1, 4], ids=["diffuse", "peaked"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("S", [128, 512, 2048, 8192, 16384, 65536])
 def test_the_error_does_not_grow_with_the_length(S, dtype, spread):
-    """It stays with that of torch's kernel on the same numbers, on average and at its worst.
+    """It is at most that of torch's kernel on the same numbers, on average and at its worst.
 
-    Measured 2026-11, the mean of |error| at 65536, diffuse, float32: 1.8e-9 against 2.6e-9. The
-    worst element in bfloat16 is mostly the rounding of the output: with its pairs avx512bf16 had
-    1.42 times torch's in one of these draws (8192, diffuse), and less than 1.25 in the others.
+    One worst element is chance, so it is judged by the median of several draws. Measured 2026-11,
+    diffuse and peaked, full and causal: in float32 its median is 0.58 to 0.79 times torch's (128
+    to 2048 keys, 20 draws of each); in half types widened to float32 it was never larger (128 to
+    8192, 30 or 60 draws). By pairs (avx512bf16) both round weights to bfloat16, and chance decides:
+    larger than torch's in 146 of 960 draws, smaller in 200, the same in 614, all medians 1.00.
     """
     errors = []
-    for seed in range(3 if S < 65536 else 1):
+    for seed in range(9 if S < 65536 else 3):
         torch.manual_seed(seed)
         query, key, value = draw(B=1, H=2, Hkv=2, L=64, S=S, D=64, Dv=64, dtype=dtype)
         query = query * spread
@@ -54,10 +56,9 @@ def test_the_error_does_not_grow_with_the_length(S, dtype, spread):
         gold = torch.softmax(s, -1) @ value.double()
         rival = scaled_dot_product_attention(query, key, value)
         errors.append(torch.stack([attend(query, key, value) - gold, rival - gold]))
-    ours, theirs = torch.stack(errors, 1)
-    assert float(ours.abs().mean()) <= 1.03 * float(theirs.abs().mean())
-    factor = 1.25 if dtype == torch.float32 else 1.5
-    assert float(ours.abs().max()) <= factor * float(theirs.abs().max())
+    ours, theirs = torch.stack(errors, 1).abs().flatten(2)
+    assert float(ours.mean()) <= float(theirs.mean())
+    assert float((ours.amax(-1) / theirs.amax(-1)).median()) <= 1
 
 
 def test_softcap_is_exact_near_and_far():
