@@ -2,6 +2,7 @@
 #pragma once
 
 constexpr int VL = 8;
+constexpr int KL = 8;
 constexpr int TILE = 4;   // 4 x 3 sums + 3 rows + 1 broadcast = 16 registers
 constexpr int TILE1 = 8;  // 8 sums + 1 + 1
 
@@ -30,6 +31,13 @@ INLINE void transpose_quads(vf (&x)[2]) {
   const __m256 a = __m256(x[0]), b = __m256(x[1]);
   x[0] = vf(_mm256_permute2f128_ps(a, b, 0x20));
   x[1] = vf(_mm256_permute2f128_ps(a, b, 0x31));
+}
+
+// vinsertf128 from memory needs no shuffle; the compiler's own vectors make one.
+INLINE vk load_quads(const char *from, int64_t step) {
+  const __m128 first = _mm_loadu_ps((const float *)from);
+  const __m128 second = _mm_loadu_ps((const float *)(from + step));
+  return vk(_mm256_insertf128_ps(_mm256_castps128_ps256(first), second, 1));
 }
 
 INLINE vf from_float16(vh h) { return vf(_mm256_cvtph_ps(__m128i(h))); }
