@@ -21,7 +21,6 @@ struct Item {
                                            n * plan.statistics_floats);
   }
   float *scores() const { return workspace + plan.at_scores; }
-  float *few_out() const { return workspace + plan.at_few; }
   float *weights() const { return workspace + plan.at_weights; }
   float *cut() const { return workspace + plan.at_cut; }
   float *mask() const { return workspace + plan.at_mask; }
@@ -166,11 +165,7 @@ void score_run(const Item &item, const Panel &P, const Block &block, const Data 
     if (data.added[n])
       foresee_dense(c.added[n], item.b, P.place + v0, (run.v1 - run.v0) * VL, n0 + run.j0,
                     n0 + run.j1);
-  if (item.plan.few) {
-    const FewRows<T> K = {key_of<T>(item, n0), c.key_strides[2], int(c.D)};
-    const FewRows<T> V = {value_of<T>(item, n0), c.value_strides[2], int(c.Dv)};
-    BY_FEW(item.plan.few, few_scores, K, V, q, P, run, n0, last, s, m)
-  } else switch (run.v1 - run.v0) {
+  switch (run.v1 - run.v0) {
     case 1: scores<PAIRS, 1>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
     case 2: scores<PAIRS, 2>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
     default: scores<PAIRS, 3>(block.K, q + v0, words, P, run, n0, last, s, m + v0);

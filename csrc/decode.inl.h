@@ -1,28 +1,34 @@
-// The two products for a panel of few rows (decoding with a cache): K and V are read once, where
-// they lie, whole vectors at a time. It does not: walk the blocks, apply the rules, or make the
-// weights (forward.inl.h does, the same for any panel).
+// The two products of few rows (decoding with a cache): K and V are read once, where they lie, whole
+// vectors at a time. It does not: walk the blocks, apply the rules, or make the weights
+// (few.inl.h does).
 //
-//   few_scores   s_ij = sum_d q_id k_jd              1, 2: VL keys j in the lanes, for R rows i
-//     for VL keys j: for VL (or VL pairs of) numbers d: load, transpose, multiply with each row
-//   few_weigh    o_id = o_id a_i + sum_j p_ij v_jd   5: VL columns d in the lanes, for R rows i
-//     for a few vectors of columns d: for each key j of the block: load, multiply with each row
+//   few_scores   s_ij = sum_d q_id k_jd              1: KL keys j in the lanes
+//     for some vectors of keys j: for a quad of words d: load it of every key, transpose, multiply
+//     with each row i
+//   few_weigh    o_id = o_id a_i + sum_j p_ij v_jd   4, 5: VL columns d in the lanes
+//     for a few vectors of columns d: for each key j of the block: load, multiply with each row i
 //
 // The sums are those of microkernel.inl.h, d and j upwards, one number after the other: a row has
 // the same bits whichever of the two made it. A dot product with d in the lanes would be simpler,
 // and would not. Where products go by PAIRS (pairs.inl.h), these are of neighbours d, or of keys j.
+//
+// Rows i of q, of the scores and of the output stand one behind the other, R of them: those of a
+// panel, and then the last of these again.
 
 namespace {
 
 constexpr int FEW = VL < MOST_FEW ? VL : MOST_FEW;
-constexpr bool LOW_FIRST = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__;
+constexpr int QUAD = 4;  // words that are transposed at once
 
-// Calls f<T, R> for R = few: the rows of a panel, and lanes beyond them, which repeat the last.
-#define BY_FEW(few, f, ...)                   \
-  switch (few) {                              \
-    case 1: f<T, 1>(__VA_ARGS__); break;      \
-    case 2: f<T, 2>(__VA_ARGS__); break;      \
-    case 4: f<T, 4>(__VA_ARGS__); break;      \
-    default: f<T, FEW>(__VA_ARGS__);          \
+// Calls f<T, R> for R = few, which is no more than FEW.
+#define BY_FEW(few, f, ...)                                  \
+  switch (few) {                                             \
+    case 1: f<T, 1>(__VA_ARGS__); break;                     \
+    case 2: f<T, 2>(__VA_ARGS__); break;                     \
+    case 4: f<T, 4>(__VA_ARGS__); break;                     \
+    case 6: f<T, (FEW < 6 ? FEW : 6)>(__VA_ARGS__); break;   \
+    case 8: f<T, (FEW < 8 ? FEW : 8)>(__VA_ARGS__); break;   \
+    default: f<T, FEW>(__VA_ARGS__);                         \
   }
 
 // Rows j of a tensor where they lie.
@@ -31,110 +37,101 @@ struct FewRows {
   const T *at;
   int64_t stride;
   int size;  // of a row
-
-  // Asks for what is read next, V while K is and K of the next block while V is, so that the memory
-  // is never idle: keys are read in too many places at a time for the processor to foresee.
-  INLINE void expect(int64_t j, int64_t d) const {
-    if (d < size) __builtin_prefetch(at + j * stride + d, 0, 2);
-  }
 };
 
 // -- scores ----------------------------------------------------------------------------------------
 
-INLINE vf low_half(vu pair, bfloat16) { return vf(pair << 16); }
-INLINE vf high_half(vu pair, bfloat16) { return vf(pair & 0xffff0000u); }
-INLINE vf low_half(vu pair, float16) {
-  return from_float16(__builtin_convertvector(pair & 0xffffu, vh));
+template <class T>
+constexpr int IN_WORD = int(4 / sizeof(T));  // numbers that a word of a key holds
+
+// Words of a row of keys, with zeros to whole quads; floats of a row of q, which may hold as many
+// numbers.
+template <class T>
+INLINE int64_t few_words(int D) {
+  constexpr int IN_QUAD = QUAD * IN_WORD<T>;
+  return (D + IN_QUAD - 1) / IN_QUAD * QUAD;
 }
-INLINE vf high_half(vu pair, float16) {
-  return from_float16(__builtin_convertvector(pair >> 16, vh));
+INLINE int64_t few_stride(int D) { return (D + 15) / 16 * 16; }
+
+// Number n of each word.
+template <class V>
+INLINE V number(V words, int, float) {
+  return words;
+}
+INLINE vk number(vk words, int n, bfloat16) {
+  return vk(n == 0 ? vku(words) << 16 : vku(words) & 0xffff0000u);
+}
+INLINE vk number(vk words, int n, float16) {
+  return from_float16(__builtin_convertvector(n == 0 ? vku(words) & 0xffffu : vku(words) >> 16, vkh));
 }
 
-template <bool PAIRS, int R>
-INLINE void add_products(vf k_d, const float *q, vf (&s)[R]) {
-  UNROLL for (int i = 0; i < R; i++) s[i] = add_product<PAIRS>(s[i], k_d, splat_word<PAIRS>(q + i));
-}
-
-// From d on 2 VL numbers of VL keys, as pairs: half the shuffles that they would need one by one.
-template <class T, int R>
-INLINE void dot_pairs(const T *const *k, const FewRows<T> &next, const float *q, int d,
-                      vf (&s)[R]) {
-  vf x[VL];
-  UNROLL for (int j = 0; j < VL; j++) x[j] = load_bytes<vf>(k[j] + d), next.expect(j, d);
-  transpose(x);
-  if constexpr (PAIRED<T>) {
-    UNROLL for (int c = 0; c < VL; c++) add_products<true>(x[c], q + (d / 2 + c) * ROWS, s);
-    return;
-  }
-  UNROLL for (int c = 0; c < VL; c++) {
-    const vf low = low_half(vu(x[c]), T{}), high = high_half(vu(x[c]), T{});
-    add_products<false>(LOW_FIRST ? low : high, q + (d + 2 * c) * ROWS, s);
-    add_products<false>(LOW_FIRST ? high : low, q + (d + 2 * c + 1) * ROWS, s);
-  }
-}
-template <int R>
-INLINE void dot_pairs(const float *const *, const FewRows<float> &, const float *, int,
-                      vf (&)[R]) {}
-
-INLINE vf load_words(const void *from, size_t bytes) {
-  vf x = {};
-  memcpy(&x, from, bytes);
-  return x;
-}
-
-// Of s_ij for VL keys j, what one stretch [d, D) adds.
-template <class T, int R>
-INLINE void few_dot(const T *const *k, const FewRows<T> &next, const float *q, int d, int D,
-                    vf (&s)[R]) {
-  vf x[VL];
-  if (sizeof(T) == 2)
-    for (; d + 2 * VL <= D; d += 2 * VL) dot_pairs(k, next, q, d, s);
-  if constexpr (PAIRED<T>) {
-    if (d == D) return;
-    for (int j = 0; j < VL; j++)
-      x[j] = load_words(k[j] + d, size_t(D - d) * sizeof(T)), next.expect(j, d);
-    transpose(x);
-    for (int c = 0; d < D; d += 2, c++) add_products<true>(x[c], q + d / 2 * ROWS, s);
-    return;
-  }
-  for (; d + VL <= D; d += VL) {
-    UNROLL for (int j = 0; j < VL; j++) x[j] = load_as_float(k[j] + d), next.expect(j, d);
-    transpose(x);
-    UNROLL for (int c = 0; c < VL; c++) add_products<false>(x[c], q + (d + c) * ROWS, s);
-  }
-  if (d == D) return;
-  const int start = int(most(D - VL, 0));  // the last VL, of which those before d were had
-  for (int j = 0; j < VL; j++) x[j] = load_as_float(k[j] + start, D);
-  transpose(x);
-  for (; d < D; d++) add_products<false>(x[d - start], q + d * ROWS, s);
-}
-
-// Steps 1 and 2, as `scores` of softmax.inl.h.
-template <class T, int R>
-NOINLINE void few_scores(const FewRows<T> &K, const FewRows<T> &V, const float *q, const Panel &P,
-                         const Run &run, int n0, bool last, float *s, float *m) {
-  vf top = load(m);
-  const int stretch = stretch_of<PAIRED<T>>(K.size);
-  for (int j = run.j0; j < run.j1; j += VL) {
-    const T *k[VL];
-    const int keys = int(least(run.j1 - j, VL));
-    UNROLL for (int r = 0; r < VL; r++) k[r] = K.at + least(j + r, run.j1 - 1) * K.stride;
-    vf s_j[VL] = {};
-    for (int d = 0; d < K.size; d += stretch) {
-      vf part[R] = {};
-      const int end = int(least(K.size, d + stretch));
-      few_dot<T, R>(k, {V.at + j * V.stride, V.stride, V.size}, q, d, end, part);
-      UNROLL for (int i = 0; i < R; i++) s_j[i] += part[i];
-    }
-    transpose(s_j);
-    for (int r = 0; r < keys; r++) {
-      if (last && run.cut && any(blocked_by_position(P, 0, splat(n0 + j + r))))
-        s_j[r] = blocked_by_position(P, 0, splat(n0 + j + r)) ? splat(-INFINITY) : s_j[r];
-      store(s + (j + r) * ROWS, s_j[r]);
-      if (last) top = vmax(s_j[r], top);
+// Adds the products of a quad of words of U KL keys.
+template <class T, int R, int U>
+INLINE void dot_quad(const char *k, int64_t stride, const float *q, int64_t q_stride,
+                     vk (&s)[R][U]) {
+  __asm__("" : "+r"(stride));  // else the compiler keeps the addresses of all keys, on the stack
+  constexpr bool PAIRS = PAIRED<T>;
+  constexpr int NUMBERS = PAIRS ? 1 : IN_WORD<T>;  // of a word, by products
+  UNROLL for (int u = 0; u < U; u++) {
+    vk x[QUAD];
+    UNROLL for (int r = 0; r < QUAD; r++)
+      x[r] = load_quads(k + (u * KL + r) * stride, QUAD * stride);
+    transpose_in_quads(x[0], x[1], x[2], x[3]);
+    UNROLL for (int d = 0; d < QUAD * NUMBERS; d++) {
+      const vk k_d = PAIRS ? x[d / NUMBERS] : number(x[d / NUMBERS], d % NUMBERS, T{});
+      UNROLL for (int i = 0; i < R; i++)
+        s[i][u] = add_product<PAIRS>(s[i][u], k_d, splat_word<PAIRS, vk>(q + i * q_stride + d));
     }
   }
-  store(m, top);
+}
+
+// Asks for a part of the keys that come after these: they are read in too many places at a time for
+// the processor to foresee. U quads of each make a cache line, or half of one.
+template <int U>
+INLINE void expect_keys(const char *k, int64_t stride, int64_t quad) {
+  k += quad % U * KL * stride + quad / U * U * int64_t(QUAD * sizeof(float));
+  for (int r = 0; r < KL; r++) __builtin_prefetch(k + r * stride, 0, 2);
+}
+
+// Rows of which some, or the ends, are missing, to memory that has room for all of them.
+template <class T>
+NOINLINE const T *copy_keys(const T *k, int64_t stride, int keys, int D, int64_t words, float *to) {
+  for (int j = 0; j < keys; j++) {
+    memset(to + j * words, 0, size_t(words) * sizeof(float));
+    memcpy(to + j * words, k + j * stride, size_t(D) * sizeof(T));
+  }
+  return reinterpret_cast<const T *>(to);
+}
+
+// Step 1. What stands in s beyond the last key of the run is of no row.
+template <class T, int R>
+NOINLINE void few_scores(const FewRows<T> &K, const float *q, const Run &run, float *copy,
+                         float *s) {
+  constexpr int U = TILE1 / R < 1 ? 1 : TILE1 / R < 4 ? TILE1 / R : 4, KEYS = U * KL;
+  constexpr int NUMBERS = PAIRED<T> ? 1 : IN_WORD<T>;
+  const int64_t words = few_words<T>(K.size), q_stride = few_stride(K.size);
+  const int64_t stretch = PAIRED<T> ? words : stretch_of<false>(K.size) / IN_WORD<T>;
+  for (int j = run.j0; j < run.j1; j += KEYS) {
+    const int keys = int(least(run.j1 - j, KEYS));
+    const T *k = K.at + j * K.stride;
+    int64_t stride = K.stride;
+    if (keys < KEYS || words * IN_WORD<T> != K.size)
+      k = copy_keys(k, stride, keys, K.size, words, copy), stride = words * IN_WORD<T>;
+    vk sum[R][U] = {};
+    const char *const next = (const char *)(K.at + (j + KEYS) * K.stride);
+    for (int64_t start = 0; start < words; start += stretch) {
+      const int64_t end = least(words, start + stretch);
+      vk part[R][U] = {};
+      for (int64_t w = start; w < end; w += QUAD) {
+        expect_keys<U>(next, K.stride * int64_t(sizeof(T)), w / QUAD);
+        dot_quad<T, R, U>((const char *)k + w * 4, stride * int64_t(sizeof(T)), q + w * NUMBERS,
+                          q_stride, part);
+      }
+      UNROLL for (int i = 0; i < R; i++) UNROLL for (int u = 0; u < U; u++) sum[i][u] += part[i][u];
+    }
+    UNROLL for (int i = 0; i < R; i++) UNROLL for (int u = 0; u < U; u++)
+      memcpy(s + i * FEW_STRIDE + j + u * KL, &sum[i][u], sizeof(vk));
+  }
 }
 
 // -- values ----------------------------------------------------------------------------------------
@@ -144,81 +141,134 @@ NOINLINE void few_scores(const FewRows<T> &K, const FewRows<T> &V, const float *
 INLINE int64_t few_vectors(int64_t Dv) { return (Dv + VL - 1) / VL; }
 INLINE int64_t first_column(int64_t c, int64_t Dv) { return least(c * VL, most(Dv - VL, 0)); }
 
-template <bool FINITE>
-INLINE vf finite_only(vf v) {
-  return FINITE ? v : v * 0.f == 0.f ? v : vf{};
+// The weights of R rows: s_ij, p_ij, and these as words.
+struct FewWeights {
+  const float *s, *p, *words;
+};
+
+// Sums over keys of a row: of p, and of p as they weigh (State).
+struct FewSums {
+  vf l, used;
+};
+
+// C vectors of columns of a value from c0 on.
+template <class T, int C>
+INLINE void few_value(const FewRows<T> &V, int64_t c0, int64_t j, vf (&v_j)[C]) {
+  UNROLL for (int c = 0; c < C; c++) {
+    const T *at = V.at + j * V.stride + first_column(c0 + c, V.size);
+    v_j[c] = C > 1 || V.size >= VL ? load_as_float(at) : load_as_float(at, V.size);
+  }
 }
 
-// Adds what is not finite, as it is, if the row sees its key.
-INLINE vf spoiled(vf sum, vf v, float s) {
-  return s == -INFINITY ? sum : sum + (v * 0.f == 0.f ? vf{} : v);
-}
+// Two values as pairs.
+INLINE vf paired(vf first, vf second) { return vf(vu(first) >> 16 | vu(second)); }
 
-// sum_j p_ij v_jd. FINITE = false holds for any values.
-template <class T, int R, int C, bool FINITE>
-INLINE void few_sums(const FewRows<T> &V, const FewRows<T> &next, int64_t c0, const float *s,
-                     const float *p, int keys, vf (&sum)[R][C]) {
+// sum_j p_ij v_jd, if all of V is finite; the sums of p_ij where COUNT.
+template <class T, int R, int C, bool COUNT>
+INLINE void few_sums(const FewRows<T> &V, int64_t c0, const FewWeights &W, int keys,
+                     vf (&sum)[R][C], FewSums (&of_p)[R]) {
   constexpr bool PAIRS = PAIRED<T>;
-  constexpr int STEP = PAIRS ? 2 : 1;
-  const T *v[C];
-  const int width = int(least(V.size, VL));
-  UNROLL for (int c = 0; c < C; c++) v[c] = V.at + first_column(c0 + c, V.size);
-  UNROLL for (int i = 0; i < R; i++) UNROLL for (int c = 0; c < C; c++) sum[i][c] = vf{};
-  for (int j = 0; j < keys; j += STEP, s += STEP * ROWS, p += ROWS) {
-    vf v_j[C], v_next[C] = {}, word[C];
-    UNROLL for (int c = 0; c < C; c++) {
-      word[c] = finite_only<FINITE>(v_j[c] = load_as_float(v[c] + j * V.stride, width));
-      next.expect(j, (c0 + c) * VL);
-      if (!PAIRS) continue;
-      if (j + 1 < keys) v_next[c] = load_as_float(v[c] + (j + 1) * V.stride, width);
-      next.expect(j + 1, (c0 + c) * VL);
-      word[c] = vf(vu(word[c]) >> 16 | vu(finite_only<FINITE>(v_next[c])));
+  vf part[R] = {};  // of l, over TILE keys
+  UNROLL for (int i = 0; i < R; i++) {
+    of_p[i].l = of_p[i].used = vf{};
+    UNROLL for (int c = 0; c < C; c++) sum[i][c] = vf{};
+  }
+  const auto add = [&](int j, int n, const vf(&v_j)[C]) __attribute__((always_inline)) {
+    UNROLL for (int i = 0; i < R; i++) {
+      const int at = i * FEW_STRIDE + j;
+      const vf word = splat_word<PAIRS>(W.words + i * FEW_STRIDE + n);
+      UNROLL for (int c = 0; c < C; c++)
+        sum[i][c] = add_product<PAIRS>(sum[i][c], v_j[c], word);
+      if (!COUNT) continue;
+      part[i] += splat(W.p[at]);
+      if constexpr (PAIRS) {
+        part[i] += splat(W.p[at + 1]);  // 0 beyond the last key
+        of_p[i].used = add_product<true>(of_p[i].used, word,
+                                         pairs_of<true>(splat(1.f), splat(1.f)));
+      }
+      if ((j + (PAIRS ? 2 : 1)) % TILE == 0) of_p[i].l += part[i], part[i] = vf{};
     }
-    UNROLL for (int i = 0; i < R; i++) UNROLL for (int c = 0; c < C; c++) {
-      vf &o = sum[i][c] = add_product<PAIRS>(sum[i][c], word[c], splat_word<PAIRS>(p + i));
-      if (!FINITE) o = spoiled(o, v_j[c], s[i]);
-      if (!FINITE && PAIRS) o = spoiled(o, v_next[c], s[ROWS + i]);
+  };
+  vf first[C], second[C];
+  if constexpr (!PAIRS) {
+    for (int j = 0; j < keys; j++) few_value(V, c0, j, first), add(j, j, first);
+  } else {
+    int j = 0;
+    for (; j + 2 <= keys; j += 2) {
+      few_value(V, c0, j, first), few_value(V, c0, j + 1, second);
+      UNROLL for (int c = 0; c < C; c++) first[c] = paired(first[c], second[c]);
+      add(j, j / 2, first);
+    }
+    if (j < keys) {
+      few_value(V, c0, j, first);
+      UNROLL for (int c = 0; c < C; c++) first[c] = paired(first[c], vf{});
+      add(j, j / 2, first);
     }
   }
+  UNROLL for (int i = 0; i < R; i++) of_p[i].l += part[i];
+}
+
+// The same for one row and vector of columns, and any V: what is not finite is added, as it is, if
+// the row sees its key.
+template <class T>
+NOINLINE vf few_sums_of_any(const FewRows<T> &V, int64_t c, const float *s, const float *words,
+                            int keys) {
+  constexpr bool PAIRS = PAIRED<T>;
+  constexpr int STEP = PAIRS ? 2 : 1;
+  vf sum = {};
+  for (int j = 0; j < keys; j += STEP) {
+    vf v[STEP][1] = {}, finite[STEP];
+    for (int n = 0; n < STEP; n++) {
+      if (j + n < keys) few_value(V, c, j + n, v[n]);
+      finite[n] = v[n][0] * 0.f == 0.f ? v[n][0] : vf{};
+    }
+    const vf word = PAIRS ? paired(finite[0], finite[STEP - 1]) : finite[0];
+    sum = add_product<PAIRS>(sum, word, splat_word<PAIRS>(words + j / STEP));
+    for (int n = 0; n < STEP && j + n < keys; n++)
+      if (s[j + n] != -INFINITY) sum += v[n][0] * 0.f == 0.f ? vf{} : v[n][0];
+  }
+  return sum;
 }
 
 // C vectors of columns from c0 on. A value that is not finite makes the sums of its column so, even
 // where its p is 0: then they are made again with care.
-template <class T, int R, int C>
-INLINE void few_weigh_tile(const FewRows<T> &V, const FewRows<T> &next, int64_t c0, const float *s,
-                           const float *p, int keys, float *o, const float *a) {
+template <class T, int R, int C, bool COUNT>
+INLINE void few_weigh_tile(const FewRows<T> &V, int64_t c0, const FewWeights &W, int keys, float *o,
+                           vf a, FewSums *sums) {
   vf sum[R][C], found = {};
-  few_sums<T, R, C, true>(V, next, c0, s, p, keys, sum);
-  UNROLL for (int i = 0; i < R; i++) UNROLL for (int c = 0; c < C; c++)
-    found += sum[i][c] * 0.f;
-  if (any(found != 0.f)) few_sums<T, R, C, false>(V, next, c0, s, p, keys, sum);
+  FewSums of_p[R];
+  few_sums<T, R, C, COUNT>(V, c0, W, keys, sum, of_p);
+  UNROLL for (int i = 0; i < R; i++) {
+    if (COUNT) sums[i] = of_p[i];
+    UNROLL for (int c = 0; c < C; c++) found += sum[i][c] * 0.f;
+  }
+  const bool again = any(found != 0.f);
   UNROLL for (int i = 0; i < R; i++) UNROLL for (int c = 0; c < C; c++) {
+    const int at = i * FEW_STRIDE;
     float *o_id = o + (i * few_vectors(V.size) + c0 + c) * VL;
+    if (again) sum[i][c] = few_sums_of_any(V, c0 + c, W.s + at, W.words + at, keys);
     store(o_id, load(o_id) * a[i] + sum[i][c]);
   }
 }
 
-// Step 5, as `weigh` of microkernel.inl.h.
-template <class T, int R>
-NOINLINE void few_weigh(const FewRows<T> &V, const FewRows<T> &next, const float *s, const float *p,
-                        int keys, float *o, const float *a) {
-  constexpr int C = TILE1 / R < 8 ? TILE1 / R : 8;  // of TILE1 sums
+template <class T, int R, int C>
+INLINE void few_weigh_tiles(const FewRows<T> &V, int64_t &c, const FewWeights &W, int keys,
+                            float *o, vf a, FewSums *sums) {
   const int64_t count = few_vectors(V.size);
-  int64_t c = 0;
-  for (; c + C <= count; c += C) few_weigh_tile<T, R, C>(V, next, c, s, p, keys, o, a);
-  if constexpr (C > 4)
-    for (; c + 4 <= count; c += 4) few_weigh_tile<T, R, 4>(V, next, c, s, p, keys, o, a);
-  if constexpr (C > 2)
-    for (; c + 2 <= count; c += 2) few_weigh_tile<T, R, 2>(V, next, c, s, p, keys, o, a);
-  for (; c < count; c++) few_weigh_tile<T, R, 1>(V, next, c, s, p, keys, o, a);
+  if (c == 0 && C <= count) few_weigh_tile<T, R, C, true>(V, 0, W, keys, o, a, sums), c = C;
+  for (; c + C <= count; c += C) few_weigh_tile<T, R, C, false>(V, c, W, keys, o, a, sums);
 }
 
-// The output of few rows to the lanes of a panel.
-NOINLINE void few_to_lanes(const float *o, int rows, int Dv, float *to) {
-  const float *row[VL];
-  for (int r = 0; r < VL; r++) row[r] = o + least(r, rows - 1) * few_vectors(Dv) * VL;
-  for (int64_t c = 0; c < few_vectors(Dv); c++)
-    rows_to_lanes(row, c * VL, Dv, to + first_column(c, Dv) * ROWS);
+// Steps 4 and 5.
+template <class T, int R>
+NOINLINE void few_weigh(const FewRows<T> &V, const FewWeights &W, int keys, float *o, vf a,
+                        FewSums *sums) {
+  constexpr int C = TILE1 / R < 8 ? TILE1 / R : 8;  // of TILE1 sums
+  int64_t c = 0;
+  few_weigh_tiles<T, R, C>(V, c, W, keys, o, a, sums);
+  if constexpr (C > 4) few_weigh_tiles<T, R, 4>(V, c, W, keys, o, a, sums);
+  if constexpr (C > 2) few_weigh_tiles<T, R, 2>(V, c, W, keys, o, a, sums);
+  if constexpr (C > 1) few_weigh_tiles<T, R, 1>(V, c, W, keys, o, a, sums);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@ NOINLINE void end_span(const Item &item, int n) {
     vf a, c;
     join(P.total[v], P.state[v], item.plan.exponent, a, c);
     P.state[v] = NOTHING;
+    if (item.plan.few) return join_few(item, a, c);
     for (int64_t d = 0; d < item.call.Dv; d++) {
       const int64_t at = d * ROWS + v * VL;
       store(total + at, joined(load(total + at), load(o + at), a, c));
@@ -63,7 +64,10 @@ void finish_panel(const Item &item, int n, const State *states, const float *o) 
       to[r] = static_cast<T *>(c.out) + item.b * c.out_strides[0] + row[r].h * c.out_strides[1] +
               row[r].i * c.out_strides[2];
     }
-    unpack_rows(o + v * VL, out_factor, to, rows, int(c.Dv));
+    if (plan.few)
+      unpack_few(o, out_factor, to, rows, int(c.Dv));
+    else
+      unpack_rows(o + v * VL, out_factor, to, rows, int(c.Dv));
     if (!plan.statistics) continue;
     const Ended end = {factor, apart - log(z_i), empty};
     store_statistics(plan, item.b, P, v, rows, state, item.statistics(n), end);
@@ -75,18 +79,18 @@ void finish_panel(const Item &item, int n, const State *states, const float *o) 
 template <class T>
 void end_piece(const Item &item, int64_t number) {
   const Plan &plan = item.plan;
-  const int64_t head = number / plan.pieces, Dv = item.call.Dv;
+  const int64_t head = number / plan.pieces;
   float *const pieces = plan.shared + plan.at_pieces;
   const auto piece = [&](int64_t n) { return pieces + n * plan.piece_floats; };
   Panel &P = item.panel(0);
-  memcpy(piece(number), item.few_out(), plan.few_floats * sizeof(float));
+  memcpy(piece(number), item.out(0), plan.few_floats * sizeof(float));
   memcpy(piece(number) + plan.few_floats, &P, sizeof P);
   int32_t *const ended = reinterpret_cast<int32_t *>(plan.shared) + head;
   if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) < plan.pieces) return;
   memset(item.total(0), 0, plan.out_floats * sizeof(float));
   for (int64_t n = head * plan.pieces; n < (head + 1) * plan.pieces; n++) {
     P.state[0] = reinterpret_cast<const Panel *>(piece(n) + plan.few_floats)->state[0];
-    few_to_lanes(piece(n), plan.few, int(Dv), item.out(0));
+    memcpy(item.out(0), piece(n), plan.few_floats * sizeof(float));
     end_span(item, 0);
   }
   finish_panel<T>(item, 0, P.total, item.total(0));

@@ -28,7 +28,10 @@ void start_panel(const Item &item, int64_t number, int n) {
   place_rows(item.plan, item.g, number, P);
   find_ranges(c, P);
   if (c.slopes || c.doc_q) read_row_rules(c, item.b, P);
+  if (item.plan.few) start_few<T>(item, P);
   for (int v = 0; v < P.vectors; v++) {
+    P.state[v] = P.total[v] = NOTHING;
+    if (item.plan.few) continue;
     const T *row[VL];
     for (int r = 0; r < VL; r++) {
       const Place &at = P.place[v * VL + r];
@@ -36,7 +39,6 @@ void start_panel(const Item &item, int64_t number, int n) {
                at.h * c.query_strides[1] + at.i * c.query_strides[2];
     }
     pack_query(row, item.q(n) + v * VL, int(c.D));
-    P.state[v] = P.total[v] = NOTHING;
   }
 }
 
@@ -55,14 +57,6 @@ void weigh_run(const Item &item, const Block &block, const Panel &P, const Run &
   for (int v = run.v0; v < run.v1; v++)
     own[v - run.v0] = load(P.own + v * VL) - (int(block.n0) + run.j0);
   sums += run.v0;
-  if (item.plan.few) {
-    const int64_t n = block.n0 + run.j0, next = least(n + BLOCK, c.S - keys);
-    const FewRows<T> values = {value_of<T>(item, n), c.value_strides[2], Dv};
-    const FewRows<T> after = {key_of<T>(item, next), c.key_strides[2], int(c.D)};
-    exponentials<PAIRS, 1, WANTED>(s, item.weights(), keys, base, exponent, own, sums);
-    BY_FEW(item.plan.few, few_weigh, values, after, s, item.weights(), keys, item.few_out(), a)
-    return;
-  }
   const Rows V = {block.V.at + first * block.V.stride, block.V.stride};
   switch (run.v1 - run.v0) {
     case 1:
@@ -84,7 +78,7 @@ void see_block(const Item &item, Block &block, int n) {
   const int statistics = item.plan.statistics;
   Sight sight;
   if (!look(item, P, block, sight)) return;
-  if (!block.loaded && !item.plan.few) load_keys<T>(item, block), load_values<T>(item, block);
+  if (!block.loaded) load_keys<T>(item, block), load_values<T>(item, block);
   block.loaded = true;
 
   alignas(64) float m[ROWS], base[ROWS], a[ROWS];
@@ -133,7 +127,7 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
   for (int n = 0; n < panels; n++) {
     const Panel &P = item.panel(n);
     start_panel<T>(item, start + n, n);
-    if (!plan.few) memset(item.out(n), 0, plan.out_floats * sizeof(float));
+    memset(item.out(n), 0, (plan.few ? plan.few_floats : plan.out_floats) * sizeof(float));
     if (plan.statistics) start_statistics(c, item.b, P, item.statistics(n));
     for (int v = 0; v < P.vectors; v++) first = least(first, P.lo[v]), end = most(end, P.hi[v]);
   }
@@ -142,22 +136,18 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
     const int64_t span = (plan.first_span + number % plan.pieces) * SPAN;
     first = most(first, span), end = least(end, span + SPAN);
   }
-  memset(item.few_out(), 0, plan.few_floats * sizeof(float));
   const bool spans = end > first / SPAN * SPAN + SPAN;
   for (int n = 0; spans && n < panels; n++)
     memset(item.total(n), 0, plan.out_floats * sizeof(float));
   for (int64_t n0 = first / BLOCK * BLOCK; n0 < end; n0 += BLOCK) {
     Block block;
     if (start_block(item, n0, end, block))
-      for (int n = 0; n < panels; n++) see_block<T>(item, block, n);
-    if (spans && ((n0 + BLOCK) % SPAN == 0 || n0 + BLOCK >= end)) {
-      if (plan.few) few_to_lanes(item.few_out(), plan.few, int(c.Dv), item.out(0));
-      memset(item.few_out(), 0, plan.few_floats * sizeof(float));
+      for (int n = 0; n < panels; n++)
+        plan.few ? see_few<T>(item, block) : see_block<T>(item, block, n);
+    if (spans && ((n0 + BLOCK) % SPAN == 0 || n0 + BLOCK >= end))
       for (int n = 0; n < panels; n++) end_span(item, n);
-    }
   }
   if (plan.pieces > 1) return end_piece<T>(item, number);
-  if (plan.few && !spans) few_to_lanes(item.few_out(), plan.few, int(c.Dv), item.out(0));
   for (int n = 0; n < panels; n++)
     finish_panel<T>(item, n, spans ? item.panel(n).total : item.panel(n).state,
                     spans ? item.total(n) : item.out(n));

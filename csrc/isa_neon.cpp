@@ -16,6 +16,7 @@ namespace clearhead {
 #include "softmax.inl.h"
 #include "decode.inl.h"
 #include "block.inl.h"
+#include "few.inl.h"
 #include "finish.inl.h"
 #include "forward.inl.h"
 #include "mass.inl.h"

@@ -9,7 +9,10 @@ namespace clearhead {
 
 constexpr int BLOCK = 96;      // keys per block, counted from key 0: what makes a row's bits its own
 constexpr int SPAN_BLOCKS = 16;  // blocks whose sums start afresh, counted from key 0
-constexpr int MOST_FEW = 8;    // rows of a panel that decode.inl.h serves, and no more than lanes
+// Rows of a panel that decode.inl.h serves, and no more than lanes: 12 of them take 0.84 of the time
+// that they take in the lanes, 16 take 1.25 (256 keys of 64 numbers, an EPYC 9004, 2026-11).
+constexpr int MOST_FEW = 12;
+constexpr int FEW_STRIDE = BLOCK + 32;  // floats of a row of its scores: a last step may go beyond
 constexpr int MAX_PANELS = 8;  // panels of query rows that share a block of keys
 constexpr int MASS_BLOCKS = 4;  // blocks of an item of the second pass, which makes key_mass
 
@@ -24,7 +27,7 @@ struct Plan {
   int64_t panels;       // of one (b, key/value head)
   int64_t group;        // panels that share a block of keys: an item of work
   int64_t groups;       // items of one (b, key/value head)
-  int few;              // by decode.inl.h 1, 2, 4 or more rows at a time; 0 is not
+  int few;              // by decode.inl.h 1, 2, 4, 6, 8 or 12 rows at a time; 0 is not
   int64_t pieces;       // items that the spans of few rows are, or 1
   int64_t first_span;   // of the first piece
   int64_t items;        // of the whole call
@@ -33,7 +36,7 @@ struct Plan {
   float scale, exponent;  // exp(s - m) = exp2((s - m) * exponent)
   int statistics;         // bits as above
   int64_t q_floats, out_floats, panel_floats, statistics_floats;  // of one panel
-  int64_t at_q, at_out, at_total, at_panels, at_statistics, at_few, at_scores, at_weights, at_cut,
+  int64_t at_q, at_out, at_total, at_panels, at_statistics, at_scores, at_weights, at_cut,
       at_mask, at_added[2], at_key, at_value, at_mass;
   int64_t worker_floats;
   int64_t few_floats, piece_floats;  // an output of few rows; it and its panel, of one piece

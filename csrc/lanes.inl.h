@@ -17,6 +17,11 @@ typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 typedef uint16_t vw __attribute__((vector_size(VL * 4)));
 typedef uint8_t vb __attribute__((vector_size(VL)));
 
+// Of KL keys, which decode.inl.h has in lanes.
+typedef float vk __attribute__((vector_size(KL * 4)));
+typedef uint32_t vku __attribute__((vector_size(KL * 4)));
+typedef uint16_t vkh __attribute__((vector_size(KL * 2)));
+
 struct bfloat16 {
   uint16_t bits;
 };
@@ -90,6 +95,13 @@ INLINE vf interleave_low(vf a, vf b);
 INLINE vf interleave_high(vf a, vf b);
 INLINE vf join_low(vf a, vf b);
 INLINE vf join_high(vf a, vf b);
+// The same of keys, and from_float16(vkh), which are others where KL is not VL.
+INLINE vk interleave_low(vk a, vk b);
+INLINE vk interleave_high(vk a, vk b);
+INLINE vk join_low(vk a, vk b);
+INLINE vk join_high(vk a, vk b);
+INLINE vk from_float16(vkh h);
+INLINE vk load_quads(const char *from, int64_t step);
 INLINE void transpose_quads(vf (&x)[VL / 4]);
 
 INLINE vf load_as_float(const float *from) { return load_bytes<vf>(from); }
@@ -138,23 +150,27 @@ INLINE void store_from_float(vf x, T *to, int n) {
 }
 
 // sum + x y, where words are numbers, or pairs.
-template <bool PAIRS>
-INLINE vf add_product(vf sum, vf x, vf y);
-template <bool PAIRS>
-INLINE vf pair_of(vf first, vf second);  // rounded to the nearest even ones
-template <>
-INLINE vf add_product<false>(vf sum, vf x, vf y) {
+template <bool PAIRS, class V>
+INLINE V add_product(V sum, V x, V y) {
+  static_assert(!PAIRS, "of pairs the vocabulary knows");
   return sum + x * y;
 }
 
+// Rounded to the nearest even ones: a pair of each lane, and pairs of neighbours.
+template <bool PAIRS>
+INLINE vf pair_of(vf first, vf second);
+template <bool PAIRS>
+INLINE vf pairs_of(vf low, vf high);
+
 // A word to all lanes. A pair is moved as a whole number: as one of floating point it could look
 // like a NaN that arithmetic alters.
-template <bool PAIRS>
-INLINE vf splat_word(const float *word) {
-  if (!PAIRS) return splat(*word);
+template <bool PAIRS, class V = vf>
+INLINE V splat_word(const float *word) {
+  if (!PAIRS) return *word - V{};
+  typedef int32_t whole __attribute__((vector_size(sizeof(V))));
   int32_t bits;
   memcpy(&bits, word, sizeof bits);
-  return vf(splat(bits));
+  return V(bits - whole{});
 }
 
 // -- functions -------------------------------------------------------------------------------------
@@ -210,16 +226,31 @@ INLINE vf tanh(vf x) {
   return vf(vi(y < 0.625f ? y + y * z * p : by_exp) | sign);
 }
 
+// Within each quad of lanes: lane c of vector r goes to lane r of vector c.
+template <class V>
+INLINE void transpose_in_quads(V &x0, V &x1, V &x2, V &x3) {
+  const V a = interleave_low(x0, x1), b = interleave_high(x0, x1);
+  const V c = interleave_low(x2, x3), d = interleave_high(x2, x3);
+  x0 = join_low(a, c), x1 = join_high(a, c);
+  x2 = join_low(b, d), x3 = join_high(b, d);
+}
+
+// The greatest lane; none is NaN.
+INLINE float greatest(vf x) {
+  x = vmax(interleave_low(x, x), interleave_high(x, x));
+  x = vmax(join_low(x, x), join_high(x, x));
+  vf quads[VL / 4];
+  UNROLL for (vf &quad : quads) quad = x;
+  transpose_quads(quads);
+  UNROLL for (vf quad : quads) x = vmax(quad, x);
+  return x[0];
+}
+
 // VL vectors of VL lanes: lane c of vector r goes to lane r of vector c. First within quads of
 // lanes, since what crosses them takes longer (a tile of 16 x 16 and its products 121 cycles instead
 // of 163 on an EPYC 9004, 2026-11), then the quads as they are.
 INLINE void transpose(vf (&x)[VL]) {
-  UNROLL for (int r = 0; r < VL; r += 4) {
-    const vf a = interleave_low(x[r], x[r + 1]), b = interleave_high(x[r], x[r + 1]);
-    const vf c = interleave_low(x[r + 2], x[r + 3]), d = interleave_high(x[r + 2], x[r + 3]);
-    x[r] = join_low(a, c), x[r + 1] = join_high(a, c);
-    x[r + 2] = join_low(b, d), x[r + 3] = join_high(b, d);
-  }
+  UNROLL for (int r = 0; r < VL; r += 4) transpose_in_quads(x[r], x[r + 1], x[r + 2], x[r + 3]);
   UNROLL for (int c = 0; c < 4; c++) {
     vf quads[VL / 4];
     UNROLL for (int r = 0; r < VL / 4; r++) quads[r] = x[4 * r + c];

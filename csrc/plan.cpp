@@ -13,6 +13,7 @@ constexpr int64_t LINE = 64 / sizeof(float);  // floats of a cache line
 constexpr int64_t PANEL_FLOATS = (512 << 10) / sizeof(float);
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t whole_lines(int64_t floats) { return ceil_div(floats, LINE) * LINE; }
 
 int64_t panels_of(const clearhead_call &c, const Kernel &kernel) {
@@ -88,11 +89,12 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
 
   // Eight items per thread even out what causal rows and other programs do to the load.
   const int64_t heads = c.B * c.Hkv;
-  p.q_floats = c.D * rows;
-  p.out_floats = c.Dv * rows;
   const int64_t few = p.G * c.L, most_few = kernel.lanes < MOST_FEW ? kernel.lanes : MOST_FEW;
-  p.few = few > most_few ? 0 : few > 4 ? MOST_FEW : few > 2 ? 4 : int(few);
+  if (c.out && few <= most_few)
+    p.few = few > 8 ? MOST_FEW : few > 4 ? int(few + few % 2) : few > 2 ? 4 : int(few);
   p.few_floats = p.few * whole_lines(c.Dv);
+  p.q_floats = most(c.D * rows, p.few * whole_lines(c.D));
+  p.out_floats = most(c.Dv * rows, p.few_floats);
   int64_t group = job.panels / (job.workers * 8);
   const int64_t fits = PANEL_FLOATS / (p.q_floats + p.out_floats);
   group = group < fits ? group : fits;
@@ -128,13 +130,12 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
   p.at_total = place(c.S > SPAN_BLOCKS * BLOCK ? p.group * p.out_floats : 0);
   p.at_panels = place(p.group * p.panel_floats);
   p.at_statistics = place(p.statistics ? p.group * p.statistics_floats : 0);
-  p.at_few = place(p.few_floats);
   p.at_scores = place(tile);
-  p.at_weights = place(p.few ? tile : 0);
+  p.at_weights = place(p.few ? 3 * MOST_FEW * FEW_STRIDE : 0);
   p.at_cut = place(p.out_floats);
   p.at_mask = place(c.mask.data ? tile : 0);
   for (int n = 0; n < 2; n++) p.at_added[n] = place(c.added[n].data ? tile : 0);
-  p.at_key = place(BLOCK * c.D);
+  p.at_key = place(BLOCK * (c.D + 3));
   p.at_value = place(BLOCK * c.Dv);
   p.at_mass = place(c.key_mass ? p.G * MASS_BLOCKS * BLOCK * kernel.lanes : 0);
   p.worker_floats = at;
@@ -160,6 +161,7 @@ Plan make_weights_plan(const Job &job, const clearhead_call &c) {
   Plan p = make_plan(job, c);
   p.items /= p.pieces;
   p.pieces = 1;
+  p.few = 0;
   return p;
 }
 

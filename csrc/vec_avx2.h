@@ -2,6 +2,7 @@
 #pragma once
 
 constexpr int VL = 8;
+constexpr int KL = 8;
 constexpr int TILE = 4;   // 4 x 3 sums + 3 rows + 1 broadcast = 16 registers
 constexpr int TILE1 = 8;  // 8 sums + 1 + 1
 
@@ -33,6 +34,13 @@ INLINE void transpose_quads(vf (&x)[2]) {
 }
 
 INLINE vf whole_of(vf x, vf &rest) { return whole_by_adding(x, rest); }
+
+// vinsertf128 from memory needs no shuffle; the compiler's own vectors make one.
+INLINE vk load_quads(const char *from, int64_t step) {
+  const __m128 first = _mm_loadu_ps((const float *)from);
+  const __m128 second = _mm_loadu_ps((const float *)(from + step));
+  return vk(_mm256_insertf128_ps(_mm256_castps128_ps256(first), second, 1));
+}
 
 INLINE vf from_float16(vh h) { return vf(_mm256_cvtph_ps(__m128i(h))); }
 INLINE vh to_float16(vf x) {

@@ -2,6 +2,7 @@
 #pragma once
 
 constexpr int VL = 16;
+constexpr int KL = 8;
 constexpr int TILE = 8;    // 8 x 3 sums + 3 rows + 1 broadcast = 28 registers
 constexpr int TILE1 = 16;  // 16 sums + 1 + 1
 
@@ -32,6 +33,11 @@ INLINE vf interleave_high(vf a, vf b) { return vf(_mm512_unpackhi_ps(__m512(a), 
 INLINE vf join_low(vf a, vf b) { return vf(_mm512_unpacklo_pd(__m512d(a), __m512d(b))); }
 INLINE vf join_high(vf a, vf b) { return vf(_mm512_unpackhi_pd(__m512d(a), __m512d(b))); }
 
+INLINE vk interleave_low(vk a, vk b) { return vk(_mm256_unpacklo_ps(__m256(a), __m256(b))); }
+INLINE vk interleave_high(vk a, vk b) { return vk(_mm256_unpackhi_ps(__m256(a), __m256(b))); }
+INLINE vk join_low(vk a, vk b) { return vk(_mm256_unpacklo_pd(__m256d(a), __m256d(b))); }
+INLINE vk join_high(vk a, vk b) { return vk(_mm256_unpackhi_pd(__m256d(a), __m256d(b))); }
+
 template <int QUADS>
 INLINE vf pick_quads(vf a, vf b) {
   return vf(_mm512_shuffle_f32x4(__m512(a), __m512(b), QUADS));
@@ -43,6 +49,14 @@ INLINE void transpose_quads(vf (&x)[4]) {
   x[2] = pick_quads<0x88>(c, d), x[3] = pick_quads<0xdd>(c, d);
 }
 
+// vinsertf128 from memory needs no shuffle; the compiler's own vectors make one.
+INLINE vk load_quads(const char *from, int64_t step) {
+  const __m128 first = _mm_loadu_ps((const float *)from);
+  const __m128 second = _mm_loadu_ps((const float *)(from + step));
+  return vk(_mm256_insertf128_ps(_mm256_castps128_ps256(first), second, 1));
+}
+
+INLINE vk from_float16(vkh h) { return vk(_mm256_cvtph_ps(__m128i(h))); }
 INLINE vf from_float16(vh h) { return vf(_mm512_cvtph_ps(__m256i(h))); }
 INLINE vh to_float16(vf x) {
   return vh(_mm512_cvtps_ph(__m512(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -5,6 +5,7 @@
 #pragma once
 
 constexpr int VL = 4;     // float32 lanes of a vector
+constexpr int KL = 4;     // keys in lanes: no more than two quads, which loads can fill
 constexpr int TILE = 4;   // keys (or value columns) of a register tile: 4 x 3 sums + 3 + 1 = 16
 constexpr int TILE1 = 8;  // the same where one vector of rows is left: 8 sums + 1 + 1
 
@@ -38,6 +39,8 @@ INLINE vf join_high(vf a, vf b) { return __builtin_shufflevector(a, b, 2, 3, 6, 
 INLINE void transpose_quads(vf (&)[1]) {}
 
 INLINE vf whole_of(vf x, vf &rest) { return whole_by_adding(x, rest); }
+
+INLINE vk load_quads(const char *from, int64_t) { return load_bytes<vk>(from); }
 
 INLINE vf from_float16(vh h) { return from_float16_by_bits(h); }
 INLINE vh to_float16(vf x) { return to_float16_by_bits(x); }

@@ -4,6 +4,7 @@
 #pragma once
 
 constexpr int VL = 4;
+constexpr int KL = 4;
 constexpr int TILE = 8;    // 8 x 3 sums + 3 rows + 1 broadcast = 28 registers
 constexpr int TILE1 = 16;  // 16 sums + 1 + 1
 
@@ -37,6 +38,8 @@ INLINE vf join_high(vf a, vf b) {
 INLINE void transpose_quads(vf (&)[1]) {}
 
 INLINE vf whole_of(vf x, vf &rest) { return whole_by_adding(x, rest); }
+
+INLINE vk load_quads(const char *from, int64_t) { return load_bytes<vk>(from); }
 
 INLINE vf from_float16(vh h) { return vf(vcvt_f32_f16(vreinterpret_f16_u16(uint16x4_t(h)))); }
 INLINE vh to_float16(vf x) { return vh(vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(x)))); }

@@ -27,7 +27,7 @@ void fill_block(const Item &item, Block &block, int n) {
   const Panel &P = item.panel(n);
   Sight sight;
   if (!look(item, P, block, sight)) return;
-  if (!block.loaded && !plan.few) load_keys<T>(item, block);
+  if (!block.loaded) load_keys<T>(item, block);
   block.loaded = true;
   alignas(64) float m[ROWS], factor[ROWS], top[ROWS];
   read_rows(plan, item.b, P, m, factor);

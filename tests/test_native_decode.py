@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from clearhead import AuxRequest, attention, attention_by_definition
 from clearhead.testing import Case, assert_within_budget, plain
 
-MOST_FEW = 8  # rows that it serves where a vector has as many lanes
+MOST_FEW = 12  # rows that it serves where a vector has as many lanes
 SPAN = 16 * 96
 MANY = 41  # rows that it does not serve
 
@@ -61,7 +61,8 @@ def _is_float(rule):
     return isinstance(rule, torch.Tensor) and rule.is_floating_point()
 
 
-@pytest.mark.parametrize("rows", [(1, 1), (1, 2), (3, 1), (2, 2), (1, 7), (4, 2), (3, 3)])
+@pytest.mark.parametrize("rows", [(1, 1), (1, 2), (3, 1), (2, 2), (1, 5), (1, 7), (4, 2), (3, 3),
+                                  (13, 1)])  # fmt: skip
 @pytest.mark.parametrize("rules", ALL_RULES.values(), ids=ALL_RULES)
 def test_every_rule(rules, rows):
     G, L = rows
@@ -255,7 +256,7 @@ def test_what_is_seen_and_not_finite_arrives_as_among_many_rows(where, poison, d
     spoiled[:, :, 40, 9] = math.inf
     many = attend(query, key, value, is_causal=True)
     assert not bool(many[:, :, -1].isfinite().all())
-    for L in (1, 3, 8):
+    for L in (1, 3, 8, 11):
         same_bits(attend(query[:, :, -L:], key, value, is_causal=True), many[:, :, -L:])
 
 
