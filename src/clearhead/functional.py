@@ -241,7 +241,8 @@ def varlen_attention(
             )
     bounds_q = _offsets("cu_seqlens_q", cu_seqlens_q, len(query), "query")
     bounds_k = _offsets("cu_seqlens_k", cu_seqlens_k, len(key), "key")
-    _offsets("cu_seqlens_k", cu_seqlens_k, len(value), "value")
+    if len(value) != len(key):
+        _offsets("cu_seqlens_k", cu_seqlens_k, len(value), "value")
     if len(bounds_q) != len(bounds_k):
         raise ValueError(
             f"varlen_attention: cu_seqlens_q counts {len(bounds_q) - 1} sequences and cu_seqlens_k "

@@ -325,12 +325,13 @@ def rules_of(
     sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
     alibi_slopes, head_mask = (_in(torch.float32, t) for t in (alibi_slopes, head_mask))
     doc_q, doc_k = (_in(torch.int64, t) for t in (doc_q, doc_k))
+    cu_q = _address(offsets)
     rules = numbers + _RULES.pack(
         *_dense(mask, *shape), *_dense(float_mask, *shape), *_dense(bias, *shape),
         *_spread(key_mask, B, S), _address(doc_q), _address(doc_k),
         *_spread(doc_q, B, L)[1:], *_spread(doc_k, B, S)[1:],
         _address(sinks), *_spread(alibi_slopes, B, H), *_spread(head_mask, B, H),
-        *((0, 0) if offsets is None else map(_address, offsets)),
+        cu_q, cu_q and cu_q + 8 * (B + 1),
     )  # fmt: skip
     return rules, (float_mask, bias, sinks, alibi_slopes, head_mask, doc_q, doc_k, offsets)
 

@@ -6,6 +6,7 @@ the kernels save. `clearhead::native_packed` runs packed sequences, and has no b
 the same forward pass beside the dispatcher, for calls that need no check and that nobody watches.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -266,7 +267,8 @@ def _attend_packed(
     top_k: int,
 ) -> tuple[Tensor, list[Tensor]]:
     offsets = torch.tensor([bounds_q, bounds_k], dtype=torch.int64)
-    N, L, S = len(bounds_q) - 1, *offsets.diff().amax(-1).tolist()
+    N = len(bounds_q) - 1
+    L, S = (max(map(operator.sub, bounds[1:], bounds)) for bounds in (bounds_q, bounds_k))
     shape = N, query.shape[1], L, S
     rules, _alive = rules_of(shape, None, None, sinks, alibi_slopes, None, None, None, None,
                              head_mask, left, right, scale, softcap, offsets)  # fmt: skip
