@@ -10,23 +10,11 @@
 #pragma GCC target("avx2,fma,f16c")
 namespace clearhead {
 #include "vec_avx2.h"
-#include "microkernel.inl.h"
-#include "state.inl.h"
-#include "panel.inl.h"
-#include "tiles.inl.h"
-#include "statistics.inl.h"
-#include "softmax.inl.h"
-#include "decode.inl.h"
-#include "block.inl.h"
-#include "few.inl.h"
-#include "finish.inl.h"
-#include "forward.inl.h"
-#include "mass.inl.h"
-#include "weights.inl.h"
+#include "bodies.inl.h"
 #include "entry.inl.h"
 
-const Kernel avx2_kernel = {"avx2", ROWS, VL, sizeof(Panel), sizeof(Statistics), run,
-                                    run_mass, run_weights};
+const Kernel avx2_kernel = {"avx2", ROWS, VL, sizeof(Panel), sizeof(Statistics),
+    run, run_mass, run_weights};
 }  // namespace clearhead
 #pragma GCC pop_options
 #endif

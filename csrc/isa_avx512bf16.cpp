@@ -6,26 +6,14 @@
 #include <string.h>
 
 #include "kernel.h"
+#define BY_PAIRS
 
 #pragma GCC push_options
 #pragma GCC target("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
 #pragma GCC target("prefer-vector-width=512")
 namespace clearhead {
 #include "vec_avx512bf16.h"
-#include "microkernel.inl.h"
-#include "state.inl.h"
-#include "panel.inl.h"
-#include "tiles.inl.h"
-#include "pairs.inl.h"
-#include "statistics.inl.h"
-#include "softmax.inl.h"
-#include "decode.inl.h"
-#include "block.inl.h"
-#include "few.inl.h"
-#include "finish.inl.h"
-#include "forward.inl.h"
-#include "mass.inl.h"
-#include "weights.inl.h"
+#include "bodies.inl.h"
 
 namespace {
 
@@ -46,8 +34,8 @@ void run_weights(const Plan &plan, int64_t number, float *workspace) {
 
 }  // namespace
 
-const Kernel avx512bf16_kernel = {"avx512bf16", ROWS, VL, sizeof(Panel), sizeof(Statistics), run,
-                                  run_mass, run_weights};
+const Kernel avx512bf16_kernel = {"avx512bf16", ROWS, VL, sizeof(Panel), sizeof(Statistics),
+    run, run_mass, run_weights};
 }  // namespace clearhead
 #pragma GCC pop_options
 #endif

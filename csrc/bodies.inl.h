@@ -1,0 +1,20 @@
+// All that is written once, for the vocabulary that was included before, in the order of reading.
+
+#include "functions.inl.h"
+#include "microkernel.inl.h"
+#include "state.inl.h"
+#include "panel.inl.h"
+#include "tiles.inl.h"
+#ifdef BY_PAIRS
+#include "pairs.inl.h"
+#endif
+#include "statistics.inl.h"
+#include "softmax.inl.h"
+#include "decode.inl.h"
+#include "decode_values.inl.h"
+#include "block.inl.h"
+#include "few.inl.h"
+#include "finish.inl.h"
+#include "forward.inl.h"
+#include "mass.inl.h"
+#include "weights.inl.h"
