@@ -85,8 +85,7 @@ def _bars(axes: Any, dtypes: Sequence[str], rows: Sequence[Row]) -> None:
 
 def _label(row: Row) -> str:
     """What tells a case from the others."""
-    rule = "causal" if row.case.causal else "full"
-    return f"{row.case.name}\n{row.case.kind}, {rule}, {row.case.shape}"
+    return f"{row.case.name}\n{row.case.kind}, {row.case.rule}, {row.case.shape}"
 
 
 def _lines(axes: Any, kind: str, rows: Sequence[Row]) -> None:

@@ -69,11 +69,10 @@ def table(rows: Sequence[Row]) -> list[str]:
 def cells(row: Row, names: Sequence[str]) -> list[str]:
     """What a table says of one row."""
     case = row.case
-    rule = "causal" if case.causal else "full"
     ratios = (row.ratios.get(name) for name in names)
     mb = row.mb.get("clearhead")
     return [
-        f"{case.name} ({case.kind}, {rule})",
+        f"{case.name} ({case.kind}, {case.rule})",
         case.shape,
         row.dtype,
         *(f"{r.median:.2f} ({r.low:.2f} to {r.high:.2f})" if r else "" for r in ratios),

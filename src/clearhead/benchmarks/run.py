@@ -53,9 +53,8 @@ class Row:
     @property
     def key(self) -> str:
         """What makes a row of two files the same."""
-        return (
-            f"{self.case.kind}: {self.case.name}, {self.case.shape}, {self.dtype}, {self.threads}"
-        )
+        case = self.case
+        return f"{case.kind}, {case.rule}: {case.name}, {case.shape}, {self.dtype}, {self.threads}"
 
 
 def machine() -> dict[str, Any]:

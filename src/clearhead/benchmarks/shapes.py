@@ -50,6 +50,10 @@ class Case:
         return self.kind in ("layer", "heads")
 
     @property
+    def rule(self) -> str:
+        return "causal" if self.causal else "full"
+
+    @property
     def shape(self) -> str:
         heads = f"{self.H}/{self.Hkv}" if self.Hkv else f"{self.H}"
         length = f"{self.L}" if self.keys == self.L else f"{self.L} of {self.keys}"
