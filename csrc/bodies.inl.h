@@ -16,5 +16,6 @@
 #include "few.inl.h"
 #include "finish.inl.h"
 #include "forward.inl.h"
+#include "again.inl.h"
 #include "mass.inl.h"
 #include "weights.inl.h"

@@ -115,6 +115,17 @@ void see_block(const Item &item, Block &block, int n) {
 
 // -- items -----------------------------------------------------------------------------------------
 
+// Starts the panels of an item from `start` on; the keys that some row of them sees by its position.
+template <class T>
+INLINE void start_panels(const Item &item, int64_t start, int64_t &first, int64_t &end) {
+  first = item.call.S, end = 0;
+  for (int n = 0; n < item.panels; n++) {
+    const Panel &P = item.panel(n);
+    start_panel<T>(item, start + n, n);
+    for (int v = 0; v < P.vectors; v++) first = least(first, P.lo[v]), end = most(end, P.hi[v]);
+  }
+}
+
 template <class T>
 void run_item(const Plan &plan, int64_t number, float *workspace) {
   const clearhead_call &c = *plan.call;
@@ -123,13 +134,11 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
   const int64_t start = (plan.groups - 1 - number % plan.groups) * plan.group;
   const int panels = int(least(plan.group, plan.panels - start));
   const Item item = {plan, c, head / c.Hkv, head % c.Hkv, panels, workspace};
-  int64_t first = c.S, end = 0;
+  int64_t first, end;
+  start_panels<T>(item, start, first, end);
   for (int n = 0; n < panels; n++) {
-    const Panel &P = item.panel(n);
-    start_panel<T>(item, start + n, n);
     memset(item.out(n), 0, (plan.few ? plan.few_floats : plan.out_floats) * sizeof(float));
-    if (plan.statistics) start_statistics(c, item.b, P, item.statistics(n));
-    for (int v = 0; v < P.vectors; v++) first = least(first, P.lo[v]), end = most(end, P.hi[v]);
+    if (plan.statistics) start_statistics(c, item.b, item.panel(n), item.statistics(n));
   }
   constexpr int64_t SPAN = SPAN_BLOCKS * BLOCK;
   if (plan.pieces > 1) {

@@ -1,4 +1,4 @@
-// The second pass:  key_mass_j = sum_i w_ij,  from the m and z that the first one left.
+// A second pass:  key_mass_j = sum_i w_ij,  from the m and z that the first one left.
 //
 //   for an item of work: MASS_BLOCKS blocks of keys j of one (b, key/value head)
 //     for panels of its query heads h, in groups
@@ -14,36 +14,6 @@ NOINLINE void add_masses(const float *s, int keys, vf m_i, vf factor, float scal
     store(mass, load(mass) + exp(load(s) * scale - m_i) * factor);
 }
 
-// m and 1 / z of the rows, with which a row that does not count adds 0.
-INLINE void read_rows(const Plan &plan, int64_t b, const Panel &P, float *m, float *factor) {
-  for (int r = 0; r < P.vectors * VL; r++) {
-    const int64_t at = row_number(plan, b, P.place[r]);
-    const float z_i = plan.call->z[at];
-    const bool counts = r < P.rows && z_i != 0;
-    m[r] = counts ? plan.call->m[at] : INFINITY;  // not 0: exp(s) may be infinite, and times 0 NaN
-    factor[r] = counts ? 1 / z_i : 0;
-  }
-}
-
-template <class T>
-void add_block(const Item &item, Block &block, int n, float *mass) {
-  const Plan &plan = item.plan;
-  const Panel &P = item.panel(n);
-  Sight sight;
-  if (!look(item, P, block, sight)) return;
-  if (!block.loaded) load_keys<T>(item, block);
-  block.loaded = true;
-  alignas(64) float m[ROWS], factor[ROWS], top[ROWS];
-  read_rows(plan, item.b, P, m, factor);
-  for (int v = 0; v < P.vectors; v++) store(top + v * VL, splat(-INFINITY));
-  for (const Run *run = sight.runs; run < sight.runs + sight.count; run++) {
-    score_run<T>(item, P, block, sight.data, *run, item.q(n), top);
-    for (int v = run->v0; v < run->v1; v++)
-      add_masses(item.scores() + run->j0 * ROWS + v * VL, run->j1 - run->j0, load(m + v * VL),
-                 load(factor + v * VL), plan.raw ? plan.scale : 1.f, mass + run->j0 * VL);
-  }
-}
-
 template <class T>
 void run_mass_item(const Plan &plan, int64_t number, float *workspace) {
   const clearhead_call &c = *plan.call;
@@ -56,17 +26,17 @@ void run_mass_item(const Plan &plan, int64_t number, float *workspace) {
   for (int64_t p = 0; p < plan.panels; p += plan.group) {
     const int panels = int(least(plan.group, plan.panels - p));
     const Item item = {plan, c, head / c.Hkv, head % c.Hkv, panels, workspace};
-    int64_t first = c.S, end = 0;
-    for (int n = 0; n < panels; n++) {
-      const Panel &P = item.panel(n);
-      start_panel<T>(item, p + n, n);
-      for (int v = 0; v < P.vectors; v++) first = least(first, P.lo[v]), end = most(end, P.hi[v]);
-    }
+    int64_t first, end;
+    start_panels<T>(item, p, first, end);
     for (int64_t n0 = most(start, first / BLOCK * BLOCK); n0 < least(stop, end); n0 += BLOCK) {
       Block block;
       if (!start_block(item, n0, end, block)) continue;
-      for (int n = 0; n < panels; n++)
-        add_block<T>(item, block, n, masses + (p + n) % plan.G * FLOATS + (n0 - start) * VL);
+      for (int n = 0; n < panels; n++) {
+        float *mass = masses + (p + n) % plan.G * FLOATS + (n0 - start) * VL;
+        see_again<T>(item, block, n, [=](int, int j0, int keys, float *s, vf m_i, vf factor) {
+          add_masses(s, keys, m_i, factor, plan.raw ? plan.scale : 1.f, mass + j0 * VL);
+        });
+      }
     }
   }
   for (int64_t g = 0; g < plan.G; g++)

@@ -25,25 +25,13 @@ template <class T>
 void fill_block(const Item &item, Block &block, int n) {
   const Plan &plan = item.plan;
   const Panel &P = item.panel(n);
-  Sight sight;
-  if (!look(item, P, block, sight)) return;
-  if (!block.loaded) load_keys<T>(item, block);
-  block.loaded = true;
-  alignas(64) float m[ROWS], factor[ROWS], top[ROWS];
-  read_rows(plan, item.b, P, m, factor);
-  for (int v = 0; v < P.vectors; v++) store(top + v * VL, splat(-INFINITY));
-  for (const Run *run = sight.runs; run < sight.runs + sight.count; run++) {
-    score_run<T>(item, P, block, sight.data, *run, item.q(n), top);
-    for (int v = run->v0; v < run->v1; v++) {
-      const int rows = int(least(P.rows - v * VL, VL)), keys = run->j1 - run->j0;
-      float *s = item.scores() + run->j0 * ROWS + v * VL, *row[VL];
-      scores_to_weights(s, keys, load(m + v * VL), load(factor + v * VL),
-                        plan.raw ? plan.scale : 1.f);
-      for (int r = 0; r < rows; r++)
-        row[r] = weights_of(item, P, v * VL + r, block.n0 + run->j0);
-      unpack_rows(s, splat(1.f), row, rows, keys);
-    }
-  }
+  see_again<T>(item, block, n, [&](int v, int j0, int keys, float *s, vf m_i, vf factor) {
+    const int rows = int(least(P.rows - v * VL, VL));
+    float *row[VL];
+    scores_to_weights(s, keys, m_i, factor, plan.raw ? plan.scale : 1.f);
+    for (int r = 0; r < rows; r++) row[r] = weights_of(item, P, v * VL + r, block.n0 + j0);
+    unpack_rows(s, splat(1.f), row, rows, keys);
+  });
 }
 
 template <class T>
@@ -52,12 +40,8 @@ void run_weights_item(const Plan &plan, int64_t number, float *workspace) {
   const int64_t head = number / plan.groups, start = number % plan.groups * plan.group;
   const int panels = int(least(plan.group, plan.panels - start));
   const Item item = {plan, c, head / c.Hkv, head % c.Hkv, panels, workspace};
-  int64_t first = c.S, end = 0;
-  for (int n = 0; n < panels; n++) {
-    const Panel &P = item.panel(n);
-    start_panel<T>(item, start + n, n);
-    for (int v = 0; v < P.vectors; v++) first = least(first, P.lo[v]), end = most(end, P.hi[v]);
-  }
+  int64_t first, end;
+  start_panels<T>(item, start, first, end);
   for (int64_t n0 = 0; n0 < c.S; n0 += BLOCK) {
     for (int n = 0; n < panels; n++)
       for (int r = 0; r < item.panel(n).rows; r++)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from test_hf_families import GROUPED, HALVES
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,18 +27,7 @@ SIZES = {
     "bos_token_id": 2,
     "eos_token_id": None,  # so that all sequences get to the same length
 }
-GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 WINDOW = {**GROUPED, "sliding_window": 4}
-HALVES = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40,
-    "max_position_embeddings": 64,
-}
 FAMILIES = {
     "llama": GROUPED,
     "qwen3": GROUPED,

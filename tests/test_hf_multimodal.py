@@ -8,7 +8,13 @@ import copy
 
 import pytest
 import torch
-from test_hf_families import TOKENS, ids, registered, softmax_in_full  # noqa: F401, a fixture
+from test_hf_families import (  # noqa: F401, registered is a fixture
+    HALVES,
+    TOKENS,
+    ids,
+    registered,
+    softmax_in_full,
+)
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -62,19 +68,7 @@ QWEN_VISION = {
 }
 QWEN = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END,
         "video_token_id": 47}  # fmt: skip
-BART = {
-    "model_type": "bart",
-    **TOKENS,
-    "decoder_start_token_id": 2,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40,
-    "max_position_embeddings": 64,
-}
+BART = {"model_type": "bart", **TOKENS, "decoder_start_token_id": 2, **HALVES}
 DAVIT = {
     "embed_dim": [8, 16],
     "num_heads": [2, 4],

@@ -59,6 +59,8 @@ def test_the_error_does_not_grow_with_the_length(S, dtype, spread):
     ours, theirs = torch.stack(errors, 1).abs().flatten(2)
     assert float(ours.mean()) <= float(theirs.mean())
     assert float((ours.amax(-1) / theirs.amax(-1)).median()) <= 1
+    # No draw may hide behind the median.
+    assert float(ours.max()) <= (1.5 if dtype == torch.bfloat16 else 1.25) * float(theirs.max())
 
 
 def test_softcap_is_exact_near_and_far():

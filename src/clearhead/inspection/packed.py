@@ -71,7 +71,7 @@ class Whole:
             query, key = (t[0].transpose(0, 1) for t in (self.call.query, self.call.key))
             with torch.no_grad():
                 _, found = varlen_attention(
-                    query, key, key.new_zeros(*key.shape[:2], 1), self.cu_q, self.cu_k,
+                    query, key, key[..., :0], self.cu_q, self.cu_k,
                     **self.call.rules, return_aux=asked,
                 )  # fmt: skip
             self._found = asked, found
