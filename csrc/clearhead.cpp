@@ -41,10 +41,8 @@ int32_t check_sizes(const clearhead_call &c) {
 
 int32_t check_all(const clearhead_call &c) {
   if (int32_t status = check_sizes(c)) return status;
-  for (const void *needed : {c.query, c.key, (const void *)c.m, (const void *)c.z,
-                             (const void *)c.workspace})
-    if (!needed) return CLEARHEAD_BAD_POINTER;
-  if (c.out && !c.value) return CLEARHEAD_BAD_POINTER;
+  if (!c.query || !c.key || !c.workspace || (c.out && !c.value)) return CLEARHEAD_BAD_POINTER;
+  if ((c.key_mass || c.weights) && !(c.m && c.z)) return CLEARHEAD_BAD_POINTER;
   if (!c.doc_q != !c.doc_k) return CLEARHEAD_BAD_POINTER;
   if (c.mask.data && c.mask.dtype != CLEARHEAD_BOOL) return CLEARHEAD_BAD_DTYPE;
   for (const clearhead_dense &added : c.added)

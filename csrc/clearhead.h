@@ -7,9 +7,9 @@
        z_i   = sum_j exp(s_ij - m_i)                   and the sink's exp(sink_h - m_i)
        out_i = sum_j exp(s_ij - m_i) v_j / z_i         own(i) = i + (S - L)
 
-   A row that sees no key gives out = 0, m = -inf, z = 0. Without `out` nothing is done with values,
-   and m, z and the statistics have the bits that they have with it. Arithmetic is float32; on some processors
-   calls in bfloat16 round exp(s_ij - m_i) to it before it weighs v_j (and in the sum that divides
+   A row that sees no key gives out = 0. Without `out` nothing is done with values, and the
+   statistics have the bits that they have with it. Arithmetic is float32; on some processors calls
+   in bfloat16 round exp(s_ij - m_i) to it before it weighs v_j (and in the sum that divides
    out_i, not in z_i). head_mask multiplies out_i.
    Strides count elements. Everything belongs to the caller, the workspace included; nothing is
    allocated, printed or thrown here. */
@@ -75,7 +75,11 @@ typedef struct {
   int64_t key_strides[3];
   int64_t value_strides[3];
   int64_t out_strides[3];
-  float *m, *z; /* (B, H, L), dense */
+
+  clearhead_parallel_for parallel_for; /* NULL runs on the calling thread alone */
+  int64_t threads;
+  void *workspace;
+  int64_t workspace_bytes;
 
   double scale;
   double softcap;      /* 0 for none */
@@ -102,8 +106,10 @@ typedef struct {
      and as L all rows. */
   const int64_t *cu_q, *cu_k;
 
-  /* Statistics of the weights w_ij = exp(s_ij - m_i) / z_i, dense; NULL where not wanted. A row
-     that sees no key gives max_logit = -inf, top_keys = -1 and 0 elsewhere. */
+  /* What else is wanted, of the weights w_ij = exp(s_ij - m_i) / z_i; dense, NULL where it is not. A
+     row that sees no key gives -inf for m, lse and max_logit, top_keys = -1 and 0 elsewhere. */
+  float *m, *z;                                  /* (B, H, L) */
+  float *lse;                                    /* (B, H, L): m_i + log z_i */
   float *max_logit;                              /* (B, H, L): max_j s_ij, without the sink */
   float *entropy;                                /* (B, H, L): -sum_j w_ij log w_ij */
   float *first_mass, *previous_mass, *self_mass; /* (B, H, L): w_ij of one key j, 0 if not seen */
@@ -113,13 +119,9 @@ typedef struct {
   float *top_weights; /* (B, H, L, top_k), falling; of equal ones the lower key first */
   int64_t *top_keys;  /* (B, H, L, top_k); -1, with weight 0, where fewer keys are seen */
   int64_t top_k;      /* at most CLEARHEAD_MAX_TOP_K */
-  float *key_mass;    /* (B, H, S): sum_i w_ij, in a second pass */
-  float *weights;     /* (B, H, L, S): w_ij, in a second pass; NULL with packed sequences */
-
-  clearhead_parallel_for parallel_for; /* NULL runs on the calling thread alone */
-  int64_t threads;
-  void *workspace;
-  int64_t workspace_bytes;
+  /* In passes of their own, which need m and z. */
+  float *key_mass; /* (B, H, S): sum_i w_ij */
+  float *weights;  /* (B, H, L, S): w_ij; NULL with packed sequences */
 } clearhead_call;
 
 /* What a library and its caller must agree on: sizeof(clearhead_call). */

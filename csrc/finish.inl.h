@@ -20,7 +20,7 @@ NOINLINE void end_span(const Item &item, int n) {
   }
 }
 
-// Step 6: m, z, out and the statistics of a panel. A sink is one more score, without a value.
+// Step 6: out and the statistics of a panel. A sink is one more score, without a value.
 template <class T>
 void finish_panel(const Item &item, int n, const State *states, const float *o) {
   const Plan &plan = item.plan;
@@ -55,21 +55,24 @@ void finish_panel(const Item &item, int n, const State *states, const float *o) 
         out_factor[r] *= c.head_mask[item.b * c.head_mask_strides[0] +
                                      row[r].h * c.head_mask_strides[1]];
 
+    const vf log_z = c.lse || plan.statistics ? log(z_i) : vf{};
+    const vf lse = empty ? m_i : m_i + log_z;
+
     T *to[VL];
     const int rows = int(least(P.rows - v * VL, VL));
-    for (int r = 0; r < rows; r++) {
-      const int64_t at = row_number(plan, item.b, row[r]);
-      c.m[at] = m_i[r], c.z[at] = z_i[r];
-      if (c.max_logit) c.max_logit[at] = max_logit[r];
+    store_rows(c.m, m_i, plan, item.b, row, rows);
+    store_rows(c.z, z_i, plan, item.b, row, rows);
+    store_rows(c.lse, lse, plan, item.b, row, rows);
+    store_rows(c.max_logit, max_logit, plan, item.b, row, rows);
+    for (int r = 0; r < rows; r++)
       to[r] = static_cast<T *>(c.out) + item.b * c.out_strides[0] + row[r].h * c.out_strides[1] +
               row[r].i * c.out_strides[2];
-    }
     if (plan.few)
       unpack_few(o, out_factor, to, rows, int(c.Dv));
     else
       unpack_rows(o + v * VL, out_factor, to, rows, int(c.Dv));
     if (!plan.statistics) continue;
-    const Ended end = {factor, apart - log(z_i), empty};
+    const Ended end = {factor, apart - log_z, empty};
     store_statistics(plan, item.b, P, v, rows, state, item.statistics(n), end);
   }
 }

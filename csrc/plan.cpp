@@ -54,8 +54,8 @@ clearhead_call sequence(const clearhead_call &whole, int64_t b) {
   move_on(c.first_key, i * c.first_key_strides[1]);
   move_on(c.slopes, b * c.slopes_strides[0]);
   move_on(c.head_mask, b * c.head_mask_strides[0]);
-  for (float **rows : {&c.m, &c.z, &c.max_logit, &c.entropy, &c.first_mass, &c.previous_mass,
-                       &c.self_mass, &c.distance})
+  for (float **rows : {&c.m, &c.z, &c.lse, &c.max_logit, &c.entropy, &c.first_mass,
+                       &c.previous_mass, &c.self_mass, &c.distance})
     move_on(*rows, i);
   move_on(c.top_weights, i * c.top_k);
   move_on(c.top_keys, i * c.top_k);

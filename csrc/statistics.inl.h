@@ -80,6 +80,16 @@ struct Ended {
   vi empty;
 };
 
+// A number of each row of a vector, to where it is wanted.
+INLINE void store_rows(float *to, vf x, const Plan &plan, int64_t b, const Place *row, int rows) {
+  if (!to) return;
+  const int64_t first = row_number(plan, b, row[0]);
+  if (row_number(plan, b, row[rows - 1]) - first == rows - 1)
+    memcpy(to + first, &x, size_t(rows) * sizeof(float));
+  else  // rows of packed heads
+    for (int r = 0; r < rows; r++) to[row_number(plan, b, row[r])] = x[r];
+}
+
 NOINLINE void store_statistics(const Plan &plan, int64_t b, const Panel &P, int v, int rows,
                                const State &state, const Statistics &X, const Ended &end) {
   const clearhead_call &c = *plan.call;
@@ -96,18 +106,17 @@ NOINLINE void store_statistics(const Plan &plan, int64_t b, const Panel &P, int 
     top[k] = weight(X.top[k]);
     if (k > 0) top[k] = top[k] > top[k - 1] ? top[k - 1] : top[k];  // exp2 may be an ulp off
   }
+  const Place *row = P.place + v * VL;
   float *const masses[MARKED] = {c.first_mass, c.previous_mass, c.self_mass};
-  for (int r = 0; r < rows; r++) {
-    const int64_t at = row_number(plan, b, P.place[v * VL + r]);
-    if (c.entropy) c.entropy[at] = entropy[r];
-    if (c.distance) c.distance[at] = distance[r];
-    for (int t = 0; t < MARKED; t++)
-      if (masses[t]) masses[t][at] = mass[t][r];
-    for (int k = 0; c.top_weights && k < c.top_k; k++) {
-      c.top_weights[at * c.top_k + k] = top[k][r];
-      c.top_keys[at * c.top_k + k] = X.top_key[k][v * VL + r];
+  store_rows(c.entropy, entropy, plan, b, row, rows);
+  store_rows(c.distance, distance, plan, b, row, rows);
+  for (int t = 0; t < MARKED; t++) store_rows(masses[t], mass[t], plan, b, row, rows);
+  for (int r = 0; c.top_weights && r < rows; r++)
+    for (int k = 0; k < c.top_k; k++) {
+      const int64_t at = row_number(plan, b, row[r]) * c.top_k + k;
+      c.top_weights[at] = top[k][r];
+      c.top_keys[at] = X.top_key[k][v * VL + r];
     }
-  }
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ import torch
 
 from clearhead.backends import library
 
-ROWS = ("max_logit", "entropy", "first_mass", "previous_mass", "self_mass", "distance")
+ROWS = library.ROW_STATISTICS
 STATISTICS = (*ROWS, "top_k", "key_mass")
 
 
@@ -39,7 +39,9 @@ def run(
     B, H, L, D = query.shape
     Hkv, S, Dv = value.shape[1:]
     found = {"out": torch.full((B, H, L, Dv), 777.0, dtype=query.dtype)}
-    for name in ("m", "z", *(n for n in ROWS if n in wanted)):
+    for name in ROWS:
+        if name not in wanted and name not in ("m", "z"):
+            continue
         found[name] = torch.full((B, H, L), 777.0)
     if "top_k" in wanted:
         found["top_weights"] = torch.full((B, H, L, top_k), 777.0)
@@ -65,7 +67,8 @@ def run(
         batch, H, Hkv, *longest, D, Dv, library.DTYPES[query.dtype],
         *map(at, (query, key, value, found["out"])),
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *found["out"].stride()[:3],
-        at(found["m"]), at(found["z"]), D**-0.5 if scale is None else scale, softcap or 0.0,
+        library.find_library().parallel_for, threads, 0, 0,
+        D**-0.5 if scale is None else scale, softcap or 0.0,
         library.NO_LIMIT if left is None else left, library.NO_LIMIT if right is None else right,
         *(field for t in (mask, added, bias) for field in library._dense(t, B, H, L, S)),
         *library._spread(key_mask, B, S), at(doc_q), at(doc_k),
@@ -74,12 +77,17 @@ def run(
         at(cu_q), at(cu_k), *(at(found.get(name)) for name in ROWS),
         *library._spread(first_key, B, L), at(found.get("top_weights")), at(found.get("top_keys")),
         top_k, at(found.get("key_mass")), at(found.get("weights")),
-        library.find_library().parallel_for, threads, 0, 0,
     ]  # fmt: skip
     library._CALL.pack_into(call, 0, *fields)
     needed = ctypes.c_int64()
-    library._succeed(library.find_library().workspace(call, ctypes.byref(needed)))
+    _succeed(library.find_library().workspace(call, ctypes.byref(needed)))
     workspace = torch.full((needed.value,), 255, dtype=torch.uint8)  # NaN
-    library._CALL.pack_into(call, 0, *fields[:-2], at(workspace), needed.value)
-    library._succeed(library.find_library().forward(call))
+    fields[26:28] = at(workspace), needed.value
+    library._CALL.pack_into(call, 0, *fields)
+    _succeed(library.find_library().forward(call))
     return SimpleNamespace(**found)
+
+
+def _succeed(status):
+    if status:
+        raise library._refused(status)

@@ -81,7 +81,7 @@ def test_without_a_library_others_serve_and_say_so(monkeypatch):
     assert told.backend == "sdpa"
     assert "was not built" in told.reasons["native"]
     with pytest.raises(NotImplementedError, match="was not built"):
-        native.attend(*draw(), *[None] * 9, None, None, 1.0, None)
+        native.attend(*draw(), 1.0, None, None, None)
 
 
 def test_a_library_of_another_version_is_not_called(monkeypatch):

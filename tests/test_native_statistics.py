@@ -141,7 +141,9 @@ def test_empty_rows():
     found = run(query, key, value, is_causal=True, wanted=STATISTICS, top_k=3,
                 sinks=torch.tensor([0.5, -0.5]))  # fmt: skip
     for name in (*ROWS, "top_weights", "top_keys", "out"):
-        value = {"max_logit": -math.inf, "top_keys": -1}.get(name, 0)
+        value = {"m": -math.inf, "lse": -math.inf, "max_logit": -math.inf, "top_keys": -1}.get(
+            name, 0
+        )
         assert bool((getattr(found, name)[:, :, :40] == value).all()), name
     assert bool(found.max_logit[:, :, 40:].isfinite().all())
 

@@ -83,27 +83,31 @@ def _op_arguments(name):
     mask = rules.get("attn_mask")
     is_float = mask is not None and mask.is_floating_point()
     bias = None if "bias" not in rules else rules["bias"].expand(2, 6, 5, 7)
-    return (query, key, value, mask.expand(2, 6, 5, 7) if is_float else None, bias,
+    return (query, key, value, 0.3, None, 0 if "is_causal" in rules else None,
+            rules.get("softcap"), mask.expand(2, 6, 5, 7) if is_float else None, bias,
             rules.get("sinks"), None, None if is_float else mask, rules.get("key_mask"), None, None,
-            None, None, 0 if "is_causal" in rules else None, 0.3, rules.get("softcap"))  # fmt: skip
+            None)  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", ["plain", "causal with a past", "bias and float mask", "softcap",
                                   "sinks", "bool mask"])  # fmt: skip
 def test_opcheck(name):
-    torch.library.opcheck(native.attend, _op_arguments(name))
+    arguments = _op_arguments(name)
+    if all(tensor is None for tensor in arguments[7:]):
+        torch.library.opcheck(native.attend, arguments[:7])
+    torch.library.opcheck(native.attend_aux, (*arguments, None, [], 0))
 
 
-STATISTICS = ["lse", "max_logit", "entropy", "top_weights", "top_keys", "key_mass", "first_mass",
-              "previous_mass", "self_mass", "distance", "weights"]  # fmt: skip
+STATISTICS = ["m", "z", "lse", "max_logit", "entropy", "top_weights", "top_keys", "key_mass",
+              "first_mass", "previous_mass", "self_mass", "distance", "weights"]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("wanted", [["lse"], STATISTICS], ids=["lse", "all"])
 def test_opcheck_with_statistics(wanted):
     arguments = list(_op_arguments("bool mask"))
-    arguments[11] = torch.linspace(-1, 1, 6)[None].requires_grad_()
+    arguments[-1] = torch.linspace(-1, 1, 6)[None].requires_grad_()
     first_key = torch.ones(2, 5).long() if "first_mass" in wanted else None
     torch.library.opcheck(native.attend_aux, (*arguments, first_key, wanted, 3))
 
@@ -137,17 +141,17 @@ def test_every_field_of_the_struct_gets_what_its_name_says(monkeypatch):
     key_mask, slopes, head_mask = torch.ones(3, 7).bool(), torch.ones(1, 4), torch.ones(3, 4)
     sinks, doc_q, doc_k = torch.zeros(4), torch.zeros(3, 5).long(), torch.zeros(1, 7).long()
     first_key = torch.zeros(3, 5).long()
-    *_, m, z, found = native.attend_aux(
-        query, key, value, None, bias, sinks, slopes, mask, key_mask, doc_q, doc_k, head_mask, 3, 2,
-        0.5, 4.0, first_key, STATISTICS[1:], 2,
+    _, found = native.attend_aux(
+        query, key, value, 0.5, 3, 2, 4.0, None, bias, sinks, slopes, mask, key_mask, doc_q, doc_k,
+        head_mask, first_key, STATISTICS, 2,
     )  # fmt: skip
     call, at = calls[-1], torch.Tensor.data_ptr
     sizes = {"B": 3, "H": 4, "Hkv": 2, "L": 5, "S": 7, "D": 8, "Dv": 6, "dtype": 0}
     numbers = {"scale": 0.5, "softcap": 4.0, "left": 3, "right": 2, "top_k": 2, "cu_q": 0}
-    tensors = {"query": query, "key": key, "value": value, "m": m, "z": z, "sinks": sinks,
+    tensors = {"query": query, "key": key, "value": value, "sinks": sinks,
                "mask.data": mask, "added[1].data": bias, "key_mask": key_mask, "doc_q": doc_q,
                "doc_k": doc_k, "slopes": slopes, "head_mask": head_mask, "first_key": first_key,
-               **dict(zip(STATISTICS[1:], found, strict=True))}  # fmt: skip
+               **dict(zip(STATISTICS, found, strict=True))}  # fmt: skip
     strides = {"query_strides[2]": 8, "value_strides[1]": 42, "out_strides[0]": 120,
                "mask.b": 35, "mask.h": 0, "mask.i": 7, "added[1].b": 0, "added[1].h": 7,
                "added[1].dtype": 0, "mask.dtype": 3, "key_mask_strides[0]": 7,

@@ -113,7 +113,6 @@ Problem make_problem() {
   memcpy(c.value_strides, p.value.strides, sizeof c.value_strides);
   memcpy(c.out_strides, p.out.strides, sizeof c.out_strides);
   const int64_t rows = rows_b * H * total_q;
-  c.m = result(p, rows), c.z = result(p, rows);
 
   c.scale = chance(20) ? normal() : 1 / sqrt(double(D));
   c.softcap = chance(15) ? 0.5 + double(draw(0, 20)) : 0;
@@ -175,7 +174,7 @@ Problem make_problem() {
     }
   }
   if (chance(40))
-    for (float **field : {&c.max_logit, &c.entropy, &c.first_mass, &c.previous_mass, &c.self_mass,
+    for (float **field : {&c.m, &c.z, &c.lse, &c.max_logit, &c.entropy, &c.first_mass, &c.previous_mass, &c.self_mass,
                           &c.distance})
       if (chance(60)) *field = result(p, rows);
   if (chance(20)) {
@@ -185,6 +184,9 @@ Problem make_problem() {
   }
   if (chance(15)) c.key_mass = result(p, rows_b * H * total_k);
   if (!packed && chance(25)) c.weights = result(p, rows * S);
+  if (c.key_mass || c.weights)
+    for (float **field : {&c.m, &c.z})
+      if (!*field) *field = result(p, rows);
   c.threads = draw(1, 4);
   if (chance(70)) c.parallel_for = parallel_for;
   return p;
@@ -248,8 +250,9 @@ void judge(const Problem &p, uint64_t seed) {
         for (Key &key : seen) z += key.w = exp(key.s - m);
         if (!seen.empty() && c.sinks) z += exp(double(c.sinks[h]) - m);
         const int64_t row = (pb * c.H + h) * total + q0 + i;
-        near(seed, "m", c.m[row], m, 1e-5 * (1 + largest));
-        near(seed, "z", c.z[row], z, 2e-5 * (1 + largest) * (1 + z));
+        if (c.m) near(seed, "m", c.m[row], m, 1e-5 * (1 + largest));
+        if (c.z) near(seed, "z", c.z[row], z, 2e-5 * (1 + largest) * (1 + z));
+        if (c.lse) near(seed, "lse", c.lse[row], m + log(z), 1e-5 * (1 + largest));
         double entropy = 0, distance = 0, first = 0, previous = 0, self = 0;
         const int64_t first_key = p.first_key ? whole(p.first_key, b, i) : 0;
         for (Key &key : seen) {
@@ -349,10 +352,10 @@ void run(uint64_t seed, double wrong_scale = 1) {
 void read_beyond() {
   Guarded key(7 * 16 * 4, true), value(8 * 16 * 4, true), workspace(1 << 20, true);
   memset(key.data, 0, key.bytes), memset(value.data, 0, value.bytes);
-  float query[16] = {}, out[16], m[1], z[1];
+  float query[16] = {}, out[16];
   clearhead_call c = {};
   c.B = c.H = c.Hkv = c.L = 1, c.S = 8, c.D = c.Dv = 16;
-  c.query = query, c.key = key.data, c.value = value.data, c.out = out, c.m = m, c.z = z;
+  c.query = query, c.key = key.data, c.value = value.data, c.out = out;
   c.key_strides[2] = c.value_strides[2] = 16;
   c.scale = 1, c.left = c.right = CLEARHEAD_NO_LIMIT, c.threads = 1;
   c.workspace = workspace.data, c.workspace_bytes = int64_t(workspace.bytes);

@@ -2,11 +2,12 @@
 
 It is a plain C interface, reached through ctypes. Its work runs on torch's own threads: torch's
 parallel loop is handed in as a function pointer, since a second pool beside it would spin against
-the first. A call is a struct, packed in five parts; every field has eight bytes.
+the first. A call is a struct, packed in parts; every field has eight bytes.
 """
 
 import atexit
 import ctypes
+import functools
 import os
 import struct
 import sys
@@ -20,19 +21,21 @@ from torch import Tensor
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 NO_LIMIT = 2**63 - 1
-# Statistics with one number per row, in the struct's order.
-ROW_STATISTICS = ("max_logit", "entropy", "first_mass", "previous_mass", "self_mass",
-                  "distance")  # fmt: skip
+# What is to be filled, in the struct's order: first what has one number per row.
+ROW_STATISTICS = ("m", "z", "lse", "max_logit", "entropy", "first_mass", "previous_mass",
+                  "self_mass", "distance")  # fmt: skip
+_STATISTICS_FIELDS = (*ROW_STATISTICS, "first_key", "its strides", "", "top_weights", "top_keys",
+                      "top_k", "key_mass", "weights")  # fmt: skip
+_FIELD = {name: n for n, name in enumerate(_STATISTICS_FIELDS)}
 # A thread keeps no workspace that is larger than this.
 KEPT_BYTES = 64 << 20
 
-_HEAD = struct.Struct("@7qq4P12q2P")  # sizes, dtype, tensors, strides, m and z
+_HEAD = struct.Struct("@7qq4P12qPqPq")  # sizes, dtype, tensors, strides, threads, workspace
 _NUMBERS = struct.Struct("@2d2q")  # scale to right
 _RULES = struct.Struct("@" + "P4qq" * 3 + "P2q2P4qPP2qP2q2P")  # mask to cu_k
-_STATISTICS = struct.Struct("@6PP2q2Pq2P")  # max_logit to weights
-_FOOT = struct.Struct("@PqPq")  # threads and workspace
+_STATISTICS = struct.Struct("@9PP2q2Pq2P")  # m to weights
 _CALL = struct.Struct(
-    "@" + "".join(part.format[1:] for part in (_HEAD, _NUMBERS, _RULES, _STATISTICS, _FOOT))
+    "@" + "".join(part.format[1:] for part in (_HEAD, _NUMBERS, _RULES, _STATISTICS))
 )
 _NO_RULES, _NO_STATISTICS = bytes(_RULES.size), bytes(_STATISTICS.size)
 _NO_DENSE = (0, 0, 0, 0, 0, 0)
@@ -120,15 +123,15 @@ def _isa(library: ctypes.CDLL) -> str:
 
 
 class _Kept(threading.local):
-    """Memory that a thread keeps for its next call: fresh pages would cost more than a small call
-    does. `workspace` is the kernels' own, `rows` is for the m and z that nobody asked for.
+    """The workspace that a thread keeps for its next call: fresh pages would cost more than a small
+    call does.
 
     A call holds the tensors that it uses itself: what is kept here goes when the interpreter ends,
     and a daemon thread may be in the midst of a call then.
     """
 
     def __init__(self) -> None:
-        self.workspace = self.rows = _memory(1)
+        self.workspace = _memory(1)
 
     def keep(self, workspace: "_Memory") -> None:
         """Keep this workspace, unless it is a very large one."""
@@ -205,16 +208,13 @@ def run(
     key: Tensor,
     value: Tensor,
     rules: bytes,
-    m: Tensor | None = None,
-    z: Tensor | None = None,
-    statistics: bytes = _NO_STATISTICS,
     packed: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """Call the library: out (B, H, L, Dv).
 
-    m and z (B, H, L) are filled where given, and so are the tensors of `statistics`; with Dv = 0,
-    where the address of out is 0, these are all that the library computes. `packed` is
-    for sequences packed into one batch item: how many, and the most queries and keys of one.
+    The tensors that `rules` names are read and filled; with Dv = 0, where the address of out is 0,
+    to fill them is all that the library does. `packed` is for sequences packed into one batch item:
+    how many, and the most queries and keys of one.
 
     Raises:
         NotImplementedError: there is no library.
@@ -228,123 +228,130 @@ def run(
             raise NotImplementedError(f'attention(backend="native"): {lib}')
         B, H, L, D = query.shape
         _, Hkv, S, Dv = value.shape
-        q_b, q_h, q_i, q_d = strides = query.stride()
+        q_b, q_h, q_i, q_d = query.stride()
         k_b, k_h, k_j, k_d = key.stride()
         v_b, v_h, v_j, v_d = value.stride()
-        out = empty_out(query, (B, H, L, Dv), strides)
+        out = empty_out(query, q_h < q_i, B, H, L, Dv)
         o_b, o_h, o_i, _ = out.stride()
-        if q_d != 1:
-            query = query.contiguous()
-            q_b, q_h, q_i, _ = query.stride()
-        if k_d != 1:
-            key = key.contiguous()
-            k_b, k_h, k_j, _ = key.stride()
-        if v_d != 1:
-            value = value.contiguous()
+        if not q_d == k_d == v_d == 1:
+            query, key, value = (
+                t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value)
+            )
+            (q_b, q_h, q_i, _), (k_b, k_h, k_j, _) = query.stride(), key.stride()
             v_b, v_h, v_j, _ = value.stride()
-        if m is None or z is None:
-            rows, m_at, size = _kept.rows
-            if size < 8 * B * H * L:
-                rows, m_at, _ = _kept.rows = _memory(8 * B * H * L)
-            z_at = m_at + 4 * B * H * L
-        else:
-            m_at, z_at = m.data_ptr(), z.data_ptr()
-
         if packed is not None:
             B, L, S = packed
-        call = _HEAD.pack(
-            B, H, Hkv, L, S, D, Dv, DTYPES[query.dtype],
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-            q_b, q_h, q_i, k_b, k_h, k_j, v_b, v_h, v_j, o_b, o_h, o_i, m_at, z_at,
-        ) + rules + statistics  # fmt: skip
-        loop = lib.parallel_for, threads()
         memory, address, size = _kept.workspace
-        status = lib.forward(call + _FOOT.pack(*loop, address, size))
-        if status == _SMALL_WORKSPACE:
+        while True:
+            call = _HEAD.pack(
+                B, H, Hkv, L, S, D, Dv, DTYPES[query.dtype],
+                query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+                q_b, q_h, q_i, k_b, k_h, k_j, v_b, v_h, v_j, o_b, o_h, o_i,
+                lib.parallel_for, threads(), address, size,
+            ) + rules  # fmt: skip
+            status = lib.forward(call)
+            if status == 0:
+                return out
+            if status != _SMALL_WORKSPACE:
+                raise _refused(status)
             needed = ctypes.c_int64()
-            lib.workspace(call + _FOOT.pack(*loop, 0, 0), ctypes.byref(needed))
+            if status := lib.workspace(call, ctypes.byref(needed)):
+                raise _refused(status)
             memory, address, size = larger = _memory(needed.value)
             _kept.keep(larger)
-            status = lib.forward(call + _FOOT.pack(*loop, address, size))
-        _succeed(status)
-        return out
     finally:
         _running.pop()
         if _ended_by:
             _stay()
 
 
-def _succeed(status: int) -> None:
-    if status:
-        raise RuntimeError(f"clearhead::native: its library refused the call with code {status}")
+def _refused(status: int) -> RuntimeError:
+    return RuntimeError(f"clearhead::native: its library refused the call with code {status}")
 
 
-def empty_out(query: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+def empty_out(query: Tensor, heads_in_rows: bool, B: int, H: int, L: int, Dv: int) -> Tensor:
     """out, of shape (B, H, L, Dv): in memory its heads lie within its rows where those of query do,
-    whose strides these are, so that joining the heads again is a view."""
-    B, H, L, Dv = shape
-    if strides[1] < strides[2]:
-        return query.new_empty_strided(shape, (L * H * Dv, Dv, H * Dv, 1))
+    so that joining the heads again is a view."""
+    if heads_in_rows:
+        return query.new_empty_strided((B, H, L, Dv), (L * H * Dv, Dv, H * Dv, 1))
     return query.new_empty(B, H, L, Dv)  # 0.5 us less than with a tuple
 
 
-def rules_of(
-    shape: tuple[int, int, int, int],
-    float_mask: Tensor | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    mask: Tensor | None,
-    key_mask: Tensor | None,
-    doc_q: Tensor | None,
-    doc_k: Tensor | None,
-    head_mask: Tensor | None,
-    left: int | None,
-    right: int | None,
+@functools.lru_cache(maxsize=256)
+def bare_rules(
     scale: float,
-    softcap: float | None,
-    offsets: Tensor | None = None,
-) -> tuple[bytes, tuple]:
-    """The part of a call of shape (B, H, L, S) that says what is added and who sees what, and the
-    tensors that must live until the call. All that are given broadcast.
-
-    Of B packed sequences offsets (2, B + 1), int64 and dense, has where their rows and their keys
-    start and end.
-    """
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float | None = None,
+) -> bytes:
+    """The part of a call that follows its head, where there are no other rules and nothing else is
+    to be filled."""
     numbers = _NUMBERS.pack(
         scale, softcap or 0.0,
         NO_LIMIT if left is None else left, NO_LIMIT if right is None else right,
     )  # fmt: skip
+    return numbers + _NO_RULES + _NO_STATISTICS
+
+
+def rules_of(
+    shape: tuple[int, int, int, int],
+    scale: float,
+    left: int | None = None,
+    right: int | None = None,
+    softcap: float | None = None,
+    float_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    doc_q: Tensor | None = None,
+    doc_k: Tensor | None = None,
+    head_mask: Tensor | None = None,
+    *,
+    offsets: Tensor | None = None,
+    first_key: Tensor | None = None,
+    found: dict[str, Tensor] | None = None,
+) -> tuple[bytes, tuple]:
+    """The part of a call of shape (B, H, L, S) that says what is added, who sees what and what else
+    is to be filled, and the tensors that must live until the call. All that are given broadcast.
+
+    Of B packed sequences offsets (2, B + 1), int64 and dense, has where their rows and their keys
+    start and end. What is `found` has the struct's names, and is dense.
+    """
+    B, H, L, S = shape
+    numbers = bare_rules(scale, left, right, softcap)[: _NUMBERS.size]
+    statistics = _NO_STATISTICS if not found else _statistics(found, first_key, B, L)
     if (
         float_mask is bias is sinks is alibi_slopes is mask is None
         and key_mask is doc_q is doc_k is head_mask is offsets is None
     ):
-        return numbers + _NO_RULES, ()
-    B, H, L, S = shape
+        return numbers + _NO_RULES + statistics, ()
     float_mask, bias = _readable(float_mask), _readable(bias)
     sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
     alibi_slopes, head_mask = (_in(torch.float32, t) for t in (alibi_slopes, head_mask))
     doc_q, doc_k = (_in(torch.int64, t) for t in (doc_q, doc_k))
     cu_q = _address(offsets)
-    rules = numbers + _RULES.pack(
+    rules = _RULES.pack(
         *_dense(mask, *shape), *_dense(float_mask, *shape), *_dense(bias, *shape),
         *_spread(key_mask, B, S), _address(doc_q), _address(doc_k),
         *_spread(doc_q, B, L)[1:], *_spread(doc_k, B, S)[1:],
         _address(sinks), *_spread(alibi_slopes, B, H), *_spread(head_mask, B, H),
         cu_q, cu_q and cu_q + 8 * (B + 1),
     )  # fmt: skip
-    return rules, (float_mask, bias, sinks, alibi_slopes, head_mask, doc_q, doc_k, offsets)
+    alive = float_mask, bias, sinks, alibi_slopes, head_mask, doc_q, doc_k, offsets
+    return numbers + rules + statistics, alive
 
 
-def statistics_of(found: dict[str, Tensor], first_key: Tensor | None, B: int, L: int) -> bytes:
-    """The part of a call that says what else to fill, by the names of the struct; all dense."""
-    at = {name: tensor.data_ptr() for name, tensor in found.items()}
-    rows = (at.get(name, 0) for name in ROW_STATISTICS)
-    top_k = found["top_weights"].shape[-1] if "top_weights" in found else 0
-    return _STATISTICS.pack(
-        *rows, *_spread(first_key, B, L), at.get("top_weights", 0), at.get("top_keys", 0), top_k,
-        at.get("key_mass", 0), at.get("weights", 0),
-    )  # fmt: skip
+def _statistics(found: dict[str, Tensor], first_key: Tensor | None, B: int, L: int) -> bytes:
+    fields = [0] * len(_FIELD)
+    for name, tensor in found.items():
+        fields[_FIELD[name]] = tensor.data_ptr()
+    if first_key is not None:
+        fields[_FIELD["first_key"] : _FIELD["top_weights"]] = _spread(first_key, B, L)
+    if "top_weights" in found:
+        fields[_FIELD["top_k"]] = found["top_weights"].shape[-1]
+    return _STATISTICS.pack(*fields)
 
 
 def _readable(tensor: Tensor | None) -> Tensor | None:

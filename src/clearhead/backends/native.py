@@ -1,9 +1,11 @@
 """clearhead's own CPU kernels (csrc/), compiled when the package is installed.
 
-The forward pass is the op `clearhead::native`, and `clearhead::native_aux` where more than the
-output is asked for. Their backward is the op of `chunked`, from the row maximum m and sum z that
-the kernels save. `clearhead::native_packed` runs packed sequences, and has no backward. `again` is
-the same forward pass beside the dispatcher, for calls that need no check and that nobody watches.
+The forward pass is the op `clearhead::native` where a call is nothing but query, key, value and
+numbers, and else `clearhead::native_aux`: it has masks and the like, and can return more than the
+output. With gradients both are the second, asked for the row maximum m and sum z, and from these
+the op of `chunked` goes back. `clearhead::native_packed` runs packed sequences; it has no backward.
+`again` is the same forward pass beside the dispatcher, for calls that need no check and that nobody
+watches.
 """
 
 import operator
@@ -17,12 +19,13 @@ from ..problem import Problem, in_transform
 from ..results import Aux, TopK
 from . import autograd
 from .library import (
+    ROW_STATISTICS,
     Library,
+    bare_rules,
     empty_out,
     find_library,
     rules_of,
     run,
-    statistics_of,
     threads,
 )
 
@@ -81,14 +84,14 @@ def forward(problem: Problem) -> tuple[Tensor, Aux]:
     """Compute out (B, H, L, Dv), in query's dtype, and what it gives of problem.aux."""
     p, given = problem, gives(problem)
     head_mask = p.head_mask if "head_mask" in given else None
-    inputs = (*p.differentiable, p.mask, p.key_mask, p.doc_q, p.doc_k, head_mask, p.left, p.right,
-              p.scale, p.softcap)  # fmt: skip
+    query, key, value, *added = p.differentiable
+    rules = *added, p.mask, p.key_mask, p.doc_q, p.doc_k, head_mask
     names = _wanted(p)
-    if not names:
-        return attend(*inputs)[0], Aux()
+    if not names and all(tensor is None for tensor in rules):
+        return attend(query, key, value, *_numbers(p)), Aux()
     first_key = p.first_key if "first_mass" in names else None
-    found = attend_aux(*inputs, first_key, names, p.aux.top_k)
-    return found[0], _aux(names, found[3])
+    out, found = attend_aux(query, key, value, *_numbers(p), *rules, first_key, names, p.aux.top_k)
+    return out, _aux(names, found)
 
 
 def forward_packed(
@@ -102,8 +105,8 @@ def forward_packed(
     """
     p, names = problem, _wanted(problem)
     out, found = attend_packed(
-        p.query, p.key, p.value, p.sinks, p.alibi_slopes, p.head_mask, p.left, p.right, p.scale,
-        p.softcap, bounds_q, bounds_k, names, p.aux.top_k,
+        p.query, p.key, p.value, *_numbers(p), p.sinks, p.alibi_slopes, p.head_mask, bounds_q,
+        bounds_k, names, p.aux.top_k,
     )  # fmt: skip
     return out, _aux(names, found)
 
@@ -113,6 +116,11 @@ def _wanted(problem: Problem) -> list[str]:
     given = gives(problem)
     wanted = [name for name in problem.aux.asked if name in given]
     return [n for name in wanted for n in TOP_K.get(name, (name,))]
+
+
+def _numbers(problem: Problem) -> tuple[float, int | None, int | None, float | None]:
+    p = problem
+    return p.scale, p.left, p.right, p.softcap
 
 
 def _aux(names: list[str], tensors: list[Tensor]) -> Aux:
@@ -128,8 +136,8 @@ def _aux(names: list[str], tensors: list[Tensor]) -> Aux:
 class Again(NamedTuple):
     """What is the same in all calls of a kind (see clearhead.kinds)."""
 
-    numbers: tuple  # left, right, scale, softcap
-    rules: bytes | None  # of a call of nothing but query, key and value
+    numbers: tuple  # scale, left, right, softcap
+    alone: bytes | None  # these packed, for a call of nothing else that needs no gradient
     needs_grad: bool
     names: list[str]  # the statistics that are wanted
     top_k: int
@@ -137,15 +145,12 @@ class Again(NamedTuple):
 
 def again_of(problem: Problem) -> Again:
     """What `again` needs for calls of this one's kind, which these kernels serve alone."""
-    p, names = problem, _wanted(problem)
-    numbers = p.left, p.right, p.scale, p.softcap
+    p, names, numbers = problem, _wanted(problem), _numbers(problem)
     tensors = (*p.differentiable, p.head_mask)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    alone = all(t is None for t in (*tensors[3:], p.mask, p.key_mask))
-    no_tensors: tuple[Any, ...] = (None,) * 9
-    rules, _ = rules_of((1, 1, 1, 1), *(*no_tensors, *numbers))
-    bare = alone and not needs_grad and not names
-    return Again(numbers, rules if bare else None, needs_grad, names, p.aux.top_k)
+    alone = all(t is None for t in (*tensors[3:], p.mask, p.key_mask)) and not names
+    packed = bare_rules(*numbers) if alone and not needs_grad else None
+    return Again(numbers, packed, needs_grad, names, p.aux.top_k)
 
 
 def again(
@@ -162,26 +167,21 @@ def again(
 ) -> tuple[Tensor, Aux | None]:
     """`forward` of a call of a kind that these kernels have served, its tensors as they came. No
     Aux if nothing is wanted in it."""
-    if same.rules is not None:
-        return run(query, key, value, same.rules), None
+    if same.alone is not None:
+        return run(query, key, value, same.alone), None
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     mask, float_mask = (attn_mask, None) if boolean else (None, attn_mask)
     key_mask = _with_axes(2, key_mask)
-    rules = (_with_axes(4, float_mask), _with_axes(4, bias), sinks, _with_axes(2, alibi_slopes),
-             _with_axes(4, mask), key_mask, None, None, _with_axes(2, head_mask),
-             *same.numbers)  # fmt: skip
-    names = same.names
-    if names:
-        first_key = None
-        if key_mask is not None and "first_mass" in names:
-            first_key = Problem(query, key, value, key_mask=key_mask).first_key
-        kernel: Any = _attend_aux_here if same.needs_grad else _attend_aux
-        found = kernel(query, key, value, *rules, first_key, names, same.top_k)
-        return found[0], _aux(names, found[3])
-    if same.needs_grad:
-        return _attend_here(query, key, value, *rules)[0], None
-    packed, _alive = rules_of((*query.shape[:3], key.shape[2]), *rules)
-    return run(query, key, value, packed), None
+    names, first_key = same.names, None
+    if key_mask is not None and "first_mass" in names:
+        first_key = Problem(query, key, value, key_mask=key_mask).first_key
+    kernel = _attend_aux_here if same.needs_grad else _attend_aux
+    out, found = kernel(
+        query, key, value, *same.numbers, _with_axes(4, float_mask), _with_axes(4, bias), sinks,
+        _with_axes(2, alibi_slopes), _with_axes(4, mask), key_mask, None, None,
+        _with_axes(2, head_mask), first_key, names, same.top_k,
+    )  # fmt: skip
+    return out, _aux(names, found) if names else None
 
 
 def _with_axes(n: int, tensor: Tensor | None) -> Tensor | None:
@@ -192,24 +192,26 @@ def _with_axes(n: int, tensor: Tensor | None) -> Tensor | None:
 # -- the ops --------------------------------------------------------------------------------------
 
 _INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? float_mask, Tensor? bias, Tensor? sinks, "
-    "Tensor? alibi_slopes, Tensor? mask, Tensor? key_mask, Tensor? doc_q, Tensor? doc_k, "
-    "Tensor? head_mask, SymInt? left, SymInt? right, float scale, float? softcap"
+    "Tensor query, Tensor key, Tensor value, float scale, SymInt? left, SymInt? right, "
+    "float? softcap"
 )
-TENSORS = 12
+_TENSORS = (
+    "Tensor? float_mask, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes, Tensor? mask, "
+    "Tensor? key_mask, Tensor? doc_q, Tensor? doc_k, Tensor? head_mask"
+)
+_NO_TENSORS = (None,) * 9
 # torch.library.custom_op would do the same at four times the cost per call.
 _ops = torch.library.Library("clearhead", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_ops.define(f"native({_INPUTS}) -> (Tensor out, Tensor m, Tensor z)", tags=_tags)
+_ops.define(f"native({_INPUTS}) -> Tensor", tags=_tags)
 _ops.define(
-    f"native_aux({_INPUTS}, Tensor? first_key, str[] wanted, SymInt top_k)"
-    " -> (Tensor out, Tensor m, Tensor z, Tensor[] statistics)",
+    f"native_aux({_INPUTS}, {_TENSORS}, Tensor? first_key, str[] wanted, SymInt top_k)"
+    " -> (Tensor out, Tensor[] found)",
     tags=_tags,
 )
 _ops.define(
-    "native_packed(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, "
-    "Tensor? head_mask, int? left, int? right, float scale, float? softcap, int[] bounds_q, "
-    "int[] bounds_k, str[] wanted, int top_k) -> (Tensor out, Tensor[] statistics)",
+    f"native_packed({_INPUTS}, Tensor? sinks, Tensor? alibi_slopes, Tensor? head_mask, "
+    "int[] bounds_q, int[] bounds_k, str[] wanted, int top_k) -> (Tensor out, Tensor[] found)",
     tags=_tags,
 )
 attend = torch.ops.clearhead.native.default
@@ -217,50 +219,32 @@ attend_aux = torch.ops.clearhead.native_aux.default
 attend_packed = torch.ops.clearhead.native_packed.default
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *rules: Any) -> tuple[Tensor, ...]:
-    packed, _alive = rules_of((*query.shape[:3], key.shape[2]), *rules)
-    m, z = _maxima_and_sums(query)
-    return run(query, key, value, packed, m, z), m, z
+def _attend(query: Tensor, key: Tensor, value: Tensor, *numbers: Any) -> Tensor:
+    return run(query, key, value, bare_rules(*numbers))
 
 
 def _attend_aux(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    float_mask: Tensor | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    mask: Tensor | None,
-    key_mask: Tensor | None,
-    doc_q: Tensor | None,
-    doc_k: Tensor | None,
-    head_mask: Tensor | None,
-    left: int | None,
-    right: int | None,
-    scale: float,
-    softcap: float | None,
-    first_key: Tensor | None,
-    wanted: list[str],
-    top_k: int,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    (B, H, L, _), S = query.shape, key.shape[2]
-    rules, _alive = rules_of((B, H, L, S), float_mask, bias, sinks, alibi_slopes, mask, key_mask,
-                             doc_q, doc_k, head_mask, left, right, scale, softcap)  # fmt: skip
-    return _call(query, key, value, rules, first_key, wanted, top_k)
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """out and what is wanted beside it, by the names of clearhead.h."""
+    *rules, first_key, wanted, top_k = rest
+    found, filled = _empty(query, key.shape[2], wanted, top_k)
+    B, H, L, _ = query.shape
+    packed, _alive = rules_of((B, H, L, key.shape[2]), *rules, first_key=first_key, found=filled)
+    return run(query, key, value, packed), found
 
 
 def _attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     head_mask: Tensor | None,
-    left: int | None,
-    right: int | None,
-    scale: float,
-    softcap: float | None,
     bounds_q: list[int],
     bounds_k: list[int],
     wanted: list[str],
@@ -269,107 +253,117 @@ def _attend_packed(
     offsets = torch.tensor([bounds_q, bounds_k], dtype=torch.int64)
     N = len(bounds_q) - 1
     L, S = (max(map(operator.sub, bounds[1:], bounds)) for bounds in (bounds_q, bounds_k))
-    shape = N, query.shape[1], L, S
-    rules, _alive = rules_of(shape, None, None, sinks, alibi_slopes, None, None, None, None,
-                             head_mask, left, right, scale, softcap, offsets)  # fmt: skip
-    out, _, _, found = _call(query, key, value, rules, None, wanted, top_k, (N, L, S))
+    found, filled = _empty(query, key.shape[2], wanted, top_k)
+    rules, _alive = rules_of(
+        (N, query.shape[1], L, S), scale, left, right, softcap, sinks=sinks,
+        alibi_slopes=alibi_slopes, head_mask=head_mask, offsets=offsets, found=filled,
+    )  # fmt: skip
+    return run(query, key, value, rules, (N, L, S)), found
+
+
+def _empty(
+    query: Tensor, S: int, wanted: Sequence[str], top_k: int
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Memory for what is wanted, and with its names all that the kernels are to fill: key_mass and
+    weights rest on m and z."""
+    if not wanted:
+        return [], {}
+    B, H, L, _ = query.shape
+    last = {"top_weights": top_k, "top_keys": top_k, "weights": S}
+    rows = query.new_empty(B, H, L, dtype=torch.float32)
+    filled = {}
+    for name in wanted:
+        if name in ROW_STATISTICS:
+            filled[name] = torch.empty_like(rows)  # the cheapest way to memory
+        elif name == "key_mass":
+            filled[name] = rows.new_empty(B, H, S)
+        else:
+            dtype = torch.int64 if name == "top_keys" else torch.float32
+            filled[name] = rows.new_empty(B, H, L, last[name], dtype=dtype)
+    found = list(filled.values())
+    if "key_mass" in filled or "weights" in filled:
+        filled = {"m": torch.empty_like(rows), "z": rows, **filled}
+    return found, filled
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rules: Any) -> Tensor:
+    B, H, L, _ = query.shape
+    return empty_out(query, query.stride(1) < query.stride(2), B, H, L, value.shape[3])
+
+
+def _fake_aux(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, list[Tensor]]:
+    *rules, _, wanted, top_k = rest
+    found, _ = _empty(query, key.shape[2], wanted, top_k)
+    return _fake(query, key, value, *rules), found
+
+
+_aux_below = autograd.below(attend_aux, _attend_aux)
+
+
+class NativeAttention(torch.autograd.Function):
+    """attend_aux with gradients: (keys, wanted, top_k, first_key, *its other inputs) -> (out,
+    *found). Of what is found only lse carries one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keys: Any, wanted: Sequence[str], top_k: int, first_key: Tensor | None,
+        *inputs: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        names = [*wanted, *(name for name in ("m", "z") if name not in wanted)]
+        out, found = _aux_below(keys, (*inputs, first_key, names, top_k))
+        query, key, value, *rest = inputs
+        m, z = (found[names.index(name)] for name in ("m", "z"))
+        ctx.save_for_backward(query, key, value, *rest[4:], m, z)
+        ctx.numbers = rest[:4]
+        found = found[: len(wanted)]
+        ctx.lse = wanted.index("lse") if "lse" in wanted else None
+        ctx.mark_non_differentiable(*(t for n, t in enumerate(found) if n != ctx.lse))
+        return (out, *found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        d_out, *d_found = grads
+        query, key, value, *tensors, head_mask, m, z = ctx.saved_tensors
+        needs = ctx.needs_input_grad[4:]
+        needs_added, needs_head_mask = needs[7:11], needs[15]
+        d_head_mask = None
+        if head_mask is not None:
+            spread = head_mask[..., None, None].to(d_out.dtype)
+            if needs_head_mask:
+                no_head_mask, no_first_key = None, None
+                out, _ = attend_aux(query, key, value, *ctx.numbers, *tensors, no_head_mask,
+                                    no_first_key, [], 0)  # fmt: skip
+                d_head_mask = (d_out.to(m.dtype) * out).sum((-2, -1)).sum_to_size(head_mask.shape)
+                d_head_mask = d_head_mask.to(head_mask.dtype)
+            d_out = d_out * spread
+        d_lse = torch.zeros_like(m) if ctx.lse is None else d_found[ctx.lse]
+        scale, left, right, softcap = ctx.numbers
+        no_seed, no_dropout, any_order = None, 0.0, False
+        needs = [*needs[:3], *needs_added]
+        found = torch.ops.clearhead.chunked_backward(
+            d_out, d_lse, m, z, needs, query, key, value, *tensors, no_seed, left, right, scale,
+            softcap, no_dropout, any_order,
+        )  # fmt: skip
+        found = [g if need else None for g, need in zip(found, needs, strict=True)]
+        return (*[None] * 4, *found[:3], *[None] * 4, *found[3:], *[None] * 4, d_head_mask)
+
+
+def _with_gradients(keys: Any, *inputs: Any) -> Tensor:
+    return NativeAttention.apply(keys, (), 0, None, *inputs, *_NO_TENSORS)[0]
+
+
+def _aux_with_gradients(keys: Any, *inputs: Any) -> tuple[Tensor, list[Tensor]]:
+    *others, first_key, wanted, top_k = inputs
+    out, *found = NativeAttention.apply(keys, wanted, top_k, first_key, *others)
     return out, found
 
 
-def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rules: bytes,
-    first_key: Tensor | None,
-    wanted: list[str],
-    top_k: int,
-    packed: tuple[int, int, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """out, m and z (B, H, L), m = -inf and z = 0 where empty, and the wanted statistics, by the
-    names of clearhead.h and "lse"."""
-    B, _, L, _ = query.shape
-    m, z = _maxima_and_sums(query)
-    found = _empty(query, key.shape[2], wanted, top_k)
-    filled = dict(zip(wanted, found, strict=True))
-    out = run(query, key, value, rules, m, z, statistics_of(filled, first_key, B, L), packed)
-    if "lse" in filled:
-        torch.add(z.log(), m, out=filled["lse"])
-    return out, m, z, found
-
-
-def _maxima_and_sums(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for m and z, (B, H, L) each."""
-    m = query.new_empty(*query.shape[:3], dtype=torch.float32)
-    return m, torch.empty_like(m)
-
-
-def _empty(query: Tensor, S: int, names: list[str], top_k: int) -> list[Tensor]:
-    """Memory for the statistics of these names."""
-    B, H, L, _ = query.shape
-    shapes = {"key_mass": (B, H, S), "top_weights": (B, H, L, top_k), "top_keys": (B, H, L, top_k),
-              "weights": (B, H, L, S)}  # fmt: skip
-    return [
-        query.new_empty(
-            *shapes.get(name, (B, H, L)),
-            dtype=torch.int64 if name == "top_keys" else torch.float32,
-        )
-        for name in names
-    ]
-
-
-def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    out = empty_out(query, (*query.shape[:3], value.shape[3]), query.stride())
-    return (out, *_maxima_and_sums(query))
-
-
-def _fake_aux(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple:
-    *_, wanted, top_k = rest
-    found = _empty(query, key.shape[2], wanted, top_k)
-    return (*_fake(query, key, value), found)
-
-
-def _save(ctx: Any, inputs: Sequence, output: tuple) -> None:
-    """m, z and the statistics but lse carry no gradient."""
-    _, m, z, *rest = output
-    ctx.save_for_backward(*inputs[:TENSORS], m, z)
-    ctx.numbers, ctx.rest, ctx.lse = inputs[TENSORS:16], len(inputs) - TENSORS, None
-    others: list[Tensor] = []
-    if rest:
-        wanted, (others,) = inputs[17], rest
-        if "lse" in wanted:
-            ctx.lse = wanted.index("lse")
-            others = others[: ctx.lse] + others[ctx.lse + 1 :]
-    ctx.mark_non_differentiable(m, z, *others)
-
-
-def _backward(ctx: Any, d_out: Tensor, d_m: Tensor, d_z: Tensor, *d_found: Tensor) -> tuple:
-    *tensors, head_mask, m, z = ctx.saved_tensors
-    *needs, needs_head_mask = (ctx.needs_input_grad[n] for n in (*range(7), 11))
-    d_head_mask = None
-    if head_mask is not None:
-        spread = head_mask[..., None, None].to(d_out.dtype)
-        if needs_head_mask:
-            out = attend(*tensors, None, *ctx.numbers)[0]
-            d_head_mask = (d_out.to(m.dtype) * out).sum((-2, -1)).sum_to_size(head_mask.shape)
-            d_head_mask = d_head_mask.to(head_mask.dtype)
-        d_out = d_out * spread
-    d_lse = torch.zeros_like(m) if ctx.lse is None else d_found[ctx.lse]
-    no_seed, no_dropout, any_order = None, 0.0, False
-    grads = torch.ops.clearhead.chunked_backward(
-        d_out, d_lse, m, z, needs, *tensors, no_seed, *ctx.numbers, no_dropout, any_order
-    )
-    grads = (g if need else None for g, need in zip(grads, needs, strict=True))
-    return (*grads, *[None] * 4, d_head_mask, *[None] * ctx.rest)
-
-
-def _implement(op: Any, kernel: Any, fake: Any) -> Any:
-    """Give an op its kernels. Returns what does the same beside the dispatcher."""
-    _ops.impl(op._opname, kernel, "CPU")
-    torch.library.register_fake(op._schema.name, fake, lib=_ops)
-    return autograd.register(_ops, op, kernel, _save, _backward)
-
-
-_attend_here = _implement(attend, _attend, _fake)
-_attend_aux_here = _implement(attend_aux, _attend_aux, _fake_aux)
-_ops.impl("native_packed", _attend_packed, "CPU")
+for _op, _kernel, _unreal in (
+    (attend, _attend, _fake), (attend_aux, _attend_aux, _fake_aux),
+    (attend_packed, _attend_packed, None),
+):  # fmt: skip
+    _ops.impl(_op._opname, _kernel, "CPU")
+    if _unreal is not None:
+        torch.library.register_fake(_op._schema.name, _unreal, lib=_ops)
+_attend_here = autograd.register(_ops, attend, _attend, _with_gradients)
+_attend_aux_here = autograd.register(_ops, attend_aux, _attend_aux, _aux_with_gradients)
