@@ -89,7 +89,7 @@ def test_offsets_that_do_not_fit_are_refused(cu_q, cu_k):
 
 
 def test_a_small_workspace_is_refused():
-    """The last two fields of a call that is otherwise whole."""
+    """The last field of the head of a call that is otherwise whole."""
     x = torch.ones(1, 2, 9, 4)
     lib, told = library.find_library(), []
 
@@ -98,7 +98,7 @@ def test_a_small_workspace_is_refused():
 
         @staticmethod
         def forward(call):
-            place = library._CALL.size - 8
+            place = library._HEAD.size - 8
             (room,) = library.struct.unpack_from("@q", call, place)
             library.struct.pack_into("@q", call, place, room - 1)
             told.append(lib.forward(call))
