@@ -130,6 +130,16 @@ ORDINARY = {
     "compile": lambda *t: torch.compile(attention, backend="eager", fullgraph=True)(*t),
     "negated in place": _with_first(lambda t: torch._neg_view(-t)),
     "a mask of its own class": lambda *t: attention(*t, torch.ones(L, S).bool().as_subclass(Mine)),
+    "one batch item of keys for all": lambda q, k, v: torch.cat(
+        [attention(q[n : n + 1].expand(B, -1, -1, -1), k[n : n + 1], v[n : n + 1])[:1]
+         for n in range(B)]
+    ),
+    "one batch item of values for all": lambda q, k, v: torch.cat(
+        [attention(q, k, v[n : n + 1])[n : n + 1] for n in range(B)]
+    ),
+    "one batch item of queries for all": lambda q, k, v: torch.cat(
+        [attention(q[n : n + 1], k, v)[n : n + 1] for n in range(B)]
+    ),
     "three axes": lambda *t: torch.stack([attention(*each) for each in zip(*t, strict=True)]),
     "weights": lambda *t: attention(*t, return_aux=AuxRequest(weights=True))[0],
     "nothing more": lambda *t: attention(*t, return_aux=AuxRequest())[0],

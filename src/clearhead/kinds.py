@@ -60,7 +60,8 @@ def kind_of(
       transform, autocast or profiler (the caller has asked query, key and value about
       __torch_function__),
     - all its tensors are plain ones in a CPU's memory,
-    - query, key and value have four axes, and its numbers are of the usual types (1, 1.0 and True
+    - query, key and value have four axes, the first one of one size (batches of 1 are shared, and
+      the kernels want the strides that make it so), and its numbers are of the usual types (1, 1.0 and True
       are equal as parts of a kind, and not all are allowed),
     - what it asks for beside the output, if anything, are statistics that do not rest on padding.
     How many keys there are is no part of it, so that all steps of a decoding are of one kind.
@@ -93,6 +94,7 @@ def kind_of(
     if (
         shape[2] != S
         or S == 0
+        or not query.shape[0] == B == shape[0]
         or (scale is not None and type(scale) is not float)
         or (softcap is not None and type(softcap) is not float)
         or (window is not None and not _is_window(window))
