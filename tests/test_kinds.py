@@ -1,10 +1,12 @@
 """Calls of a kind that came before: the same bits, the same errors, and who takes which path."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from kind_calls import HKV, RULES, B, D, H, L, S, draw, quick_calls, same_bits
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,6 +129,10 @@ ORDINARY = {
     "forward AD": _under(torch.autograd.forward_ad.dual_level),
     "vmap": lambda *tensors: torch.vmap(attention)(*(t[None] for t in tensors))[0],
     "jit.trace": _traced,
+    "make_fx": lambda *t: make_fx(_under(nullcontext))(*t)(*draw_again(t)),
+    "make_fx before dispatch": lambda *t: make_fx(_under(nullcontext), pre_dispatch=True)(*t)(
+        *draw_again(t)
+    ),
     "compile": lambda *t: torch.compile(attention, backend="eager", fullgraph=True)(*t),
     "negated in place": _with_first(lambda t: torch._neg_view(-t)),
     "a mask of its own class": lambda *t: attention(*t, torch.ones(L, S).bool().as_subclass(Mine)),

@@ -70,6 +70,7 @@ def kind_of(
         torch.compiler.is_compiling()
         or in_transform()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_key.PreDispatch)
         or torch._C._get_tracing_state() is not None
         or torch._C._is_any_autocast_enabled()
         or torch._C._autograd._profiler_enabled()
