@@ -137,8 +137,10 @@ ORDINARY = {
     "negated in place": _with_first(lambda t: torch._neg_view(-t)),
     "a mask of its own class": lambda *t: attention(*t, torch.ones(L, S).bool().as_subclass(Mine)),
     "one batch item of keys for all": lambda q, k, v: torch.cat(
-        [attention(q[n : n + 1].expand(B, -1, -1, -1), k[n : n + 1], v[n : n + 1])[:1]
-         for n in range(B)]
+        [
+            attention(q[n : n + 1].expand(B, -1, -1, -1), k[n : n + 1], v[n : n + 1])[:1]
+            for n in range(B)
+        ]
     ),
     "one batch item of values for all": lambda q, k, v: torch.cat(
         [attention(q, k, v[n : n + 1])[n : n + 1] for n in range(B)]

@@ -60,9 +60,10 @@ def kind_of(
       transform, autocast or profiler (the caller has asked query, key and value about
       __torch_function__),
     - all its tensors are plain ones in a CPU's memory,
-    - query, key and value have four axes, the first one of one size (batches of 1 are shared, and
-      the kernels want the strides that make it so), and its numbers are of the usual types (1, 1.0 and True
-      are equal as parts of a kind, and not all are allowed),
+    - query, key and value have four axes, and as many batch items each (one that is shared has not
+      the strides that the kernels want),
+    - its numbers are of the usual types (1, 1.0 and True are equal as parts of a kind, and not all
+      are allowed),
     - what it asks for beside the output, if anything, are statistics that do not rest on padding.
     How many keys there are is no part of it, so that all steps of a decoding are of one kind.
     """

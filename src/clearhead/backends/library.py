@@ -161,6 +161,19 @@ def threads() -> int:
 _forked = False
 
 
+def log_of_sums(z: Tensor, m: Tensor, lse: Tensor) -> None:
+    """lse = log z + m; in a forked process on one thread, since torch's logarithm would wait for
+    the others as well."""
+    n = torch.get_num_threads()
+    if _forked:
+        torch.set_num_threads(1)
+    try:
+        torch.add(z.log(), m, out=lse)
+    finally:
+        if _forked:
+            torch.set_num_threads(n)
+
+
 def _note_fork() -> None:
     global _forked
     _forked = True

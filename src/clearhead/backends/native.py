@@ -20,6 +20,7 @@ from .library import (
     Library,
     empty_out,
     find_library,
+    log_of_sums,
     rules_of,
     run,
     statistics_of,
@@ -294,7 +295,7 @@ def _call(
     filled = dict(zip(wanted, found, strict=True))
     out = run(query, key, value, rules, m, z, statistics_of(filled, first_key, B, L), packed)
     if "lse" in filled:
-        torch.add(z.log(), m, out=filled["lse"])
+        log_of_sums(z, m, filled["lse"])
     return out, m, z, found
 
 
