@@ -157,6 +157,19 @@ def test_one_entry_for_all_keys_or_rows(name, backend):
     assert_close(results[0][0], gold.float(), rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_of_a_known_kind_with_one_entry_for_all_keys():
+    """In a window that leaves keys in front, of which the backward pass reads none."""
+    query, key, value = torch.randn(2, 3, 13, 4), *torch.randn(2, 2, 3, 23, 4)
+    mask, found = torch.tensor([[True], [False]]), []
+    for key_mask in (mask.expand(2, 23), mask, mask):
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        attention(*leaves, key_mask=key_mask, window=(0, 1)).square().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    for gradients in found[1:]:
+        for grad, expected in zip(gradients, found[0], strict=True):
+            assert_close(grad, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
 def test_items_and_heads_of_a_mask_are_not_exchanged(kind):
     """pytorch#63271: the mask differs per item and head; N = H, so only numbers can tell."""

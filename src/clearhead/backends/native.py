@@ -167,7 +167,8 @@ def again(
         return run(query, key, value, same.rules), None
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     mask, float_mask = (attn_mask, None) if boolean else (None, attn_mask)
-    key_mask = _with_axes(2, key_mask)
+    if key_mask is not None:
+        key_mask = _with_axes(2, key_mask).expand(-1, key.shape[2])  # type: ignore[union-attr]
     rules = (_with_axes(4, float_mask), _with_axes(4, bias), sinks, _with_axes(2, alibi_slopes),
              _with_axes(4, mask), key_mask, None, None, _with_axes(2, head_mask),
              *same.numbers)  # fmt: skip
