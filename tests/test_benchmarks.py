@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 import torch
@@ -191,6 +192,9 @@ def test_the_command_writes_its_files(tmp_path, monkeypatch):
         ({"names": "onnx"}, "--peers names 'onnx'; it must be of sdpa, flex"),
         ({"seconds": 0}, "--seconds is 0; it must be above 0 and at most 600"),
         ({"json_path": "/nowhere/at/all.json"}, "is in a folder that does not exist; make it"),
+        ({"json_path": "."}, "^. is a folder; name a file in it"),
+        ({"png_path": "chart.xyz"}, "--png chart.xyz must end in .png, .pdf or .svg"),
+        ({"compare_path": sys.executable}, "cannot be read: .utf-8."),
         ({"compare_path": "/nowhere.json"}, "--compare /nowhere.json cannot be read"),
     ],
 )
@@ -200,6 +204,13 @@ def test_bad_options_are_told_before_anything_runs(options, text):
 
     with pytest.raises(ValueError, match=text):
         command.bench(**{"words": [], "on_start": never, **options})
+
+
+def test_a_case_that_the_list_names_is_found():
+    """Also one of those that only --growth runs otherwise; no dtypes are all dtypes."""
+    for case in (*CASES, *GROWTH):
+        assert case.name in {c.name for c in command.select([case.name], growth=False)}
+    assert command.select([], growth=False) == list(CASES)
 
 
 def test_the_list_names_every_case():

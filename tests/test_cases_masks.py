@@ -126,6 +126,50 @@ def test_an_expanded_mask_is_the_mask(padded, dtype):
                 assert_within_budget(out, gold, peer)
 
 
+ONE_FOR_ALL = {
+    "key_mask": torch.tensor([[True], [False]]),
+    "key_mask without axes": torch.tensor(True),
+    "documents": torch.tensor([[3], [5]]),
+    "pair of documents": (torch.tensor([[0]]), torch.tensor([[0, 1, 0, 0, 1], [1, 0, 1, 0, 0]])),
+}
+
+
+@pytest.mark.parametrize("backend", ["native", "chunked"])
+@pytest.mark.parametrize("name", ONE_FOR_ALL)
+def test_one_entry_for_all_keys_or_rows(name, backend):
+    """It broadcasts along S and L as well: under rules that cut the keys, with gradients, and in
+    summaries, which look for padded rows."""
+    given, L = ONE_FOR_ALL[name], 5
+    argument = "documents" if "documents" in name else "key_mask"
+    whole = tuple(t.expand(2, L) for t in given) if isinstance(given, tuple) else given.expand(2, L)
+    tensors = torch.randn(3, 2, 3, L, 4).unbind()
+    asked = AuxRequest(entropy=True, first_mass=True, reduce="head")
+    results = []
+    for rule in (given, whole):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        rules = {argument: rule, "is_causal": True, "window": (2, None), "backend": backend}
+        out, aux = attention(*leaves, **rules, return_aux=asked)
+        out.square().sum().backward()
+        results.append((out, *(leaf.grad for leaf in leaves), *aux.entropy, *aux.first_mass))
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    gold = attention_by_definition(*tensors, is_causal=True, window=(2, None), **{argument: whole})
+    assert_close(results[0][0], gold.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_a_known_kind_with_one_entry_for_all_keys():
+    """In a window that leaves keys in front, of which the backward pass reads none."""
+    query, key, value = torch.randn(2, 3, 13, 4), *torch.randn(2, 2, 3, 23, 4)
+    mask, found = torch.tensor([[True], [False]]), []
+    for key_mask in (mask.expand(2, 23), mask, mask):
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        attention(*leaves, key_mask=key_mask, window=(0, 1)).square().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    for gradients in found[1:]:
+        for grad, expected in zip(gradients, found[0], strict=True):
+            assert_close(grad, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
 def test_items_and_heads_of_a_mask_are_not_exchanged(kind):
     """pytorch#63271: the mask differs per item and head; N = H, so only numbers can tell."""

@@ -168,6 +168,16 @@ def test_padding_does_not_make_a_bidirectional_call_causal():
 # -- windows --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", ["native", "chunked"])
+@pytest.mark.parametrize("size", [2**31, 2**63 - 1, 2**63, 2**70])
+def test_a_window_wider_than_any_sequence_is_no_limit(size, backend):
+    query, key, value = torch.randn(3, 1, 2, 5, 4)
+    for window, same in (((size, 1), (None, 1)), ((1, size), (1, None)), ((size, size), None)):
+        out = attention(query, key, value, window=window, backend=backend)
+        expected = attention(query, key, value, window=same, backend=backend)
+        assert_close(out, expected, rtol=0, atol=0)
+
+
 def test_a_window_counts_neighbours_and_a_module_s_counts_keys():
     """transformers#39408: T = 5, W = 2; row 4 sees {3, 4} of the module, {2, 3, 4} of (2, 0)."""
     mha = MultiHeadAttention(6, 3, 2, sliding_window=2)

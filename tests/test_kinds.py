@@ -1,10 +1,12 @@
 """Calls of a kind that came before: the same bits, the same errors, and who takes which path."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from kind_calls import HKV, RULES, B, D, H, L, S, draw, quick_calls, same_bits
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,9 +129,25 @@ ORDINARY = {
     "forward AD": _under(torch.autograd.forward_ad.dual_level),
     "vmap": lambda *tensors: torch.vmap(attention)(*(t[None] for t in tensors))[0],
     "jit.trace": _traced,
+    "make_fx": lambda *t: make_fx(_under(nullcontext))(*t)(*draw_again(t)),
+    "make_fx before dispatch": lambda *t: make_fx(_under(nullcontext), pre_dispatch=True)(*t)(
+        *draw_again(t)
+    ),
     "compile": lambda *t: torch.compile(attention, backend="eager", fullgraph=True)(*t),
     "negated in place": _with_first(lambda t: torch._neg_view(-t)),
     "a mask of its own class": lambda *t: attention(*t, torch.ones(L, S).bool().as_subclass(Mine)),
+    "one batch item of keys for all": lambda q, k, v: torch.cat(
+        [
+            attention(q[n : n + 1].expand(B, -1, -1, -1), k[n : n + 1], v[n : n + 1])[:1]
+            for n in range(B)
+        ]
+    ),
+    "one batch item of values for all": lambda q, k, v: torch.cat(
+        [attention(q, k, v[n : n + 1])[n : n + 1] for n in range(B)]
+    ),
+    "one batch item of queries for all": lambda q, k, v: torch.cat(
+        [attention(q[n : n + 1], k, v)[n : n + 1] for n in range(B)]
+    ),
     "three axes": lambda *t: torch.stack([attention(*each) for each in zip(*t, strict=True)]),
     "weights": lambda *t: attention(*t, return_aux=AuxRequest(weights=True))[0],
     "nothing more": lambda *t: attention(*t, return_aux=AuxRequest())[0],

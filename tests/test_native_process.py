@@ -86,14 +86,33 @@ print("child", os.waitstatus_to_exitcode(status))
 """
 
 
+FORK_LSE = """
+import os, signal, torch
+from clearhead import AuxRequest, attention
+torch.set_num_threads(2)
+query = key = value = torch.randn(2, 4, 300, 64)
+asked = AuxRequest(lse=True)
+_, expected = attention(query, key, value, backend="native", return_aux=asked)
+expected.lse.exp().log()  # here torch's logarithm starts threads
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    _, aux = attention(query, key, value, backend="native", return_aux=asked)
+    os._exit(0 if aux.lse.flatten().tolist() == expected.lse.flatten().tolist() else 1)
+_, status = os.waitpid(child, 0)
+print("child", os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("program", [FORK, FORK_LSE], ids=["out", "lse"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_computes():
+def test_a_forked_child_computes(program):
     """On the calling thread alone, the same bits.
 
     OpenMP's threads are gone there: measured 2026-11 with torch 2.13, a matrix product of torch's
     own on two threads never returns in such a child.
     """
-    told = run_python(FORK)
+    told = run_python(program)
     assert (told.stdout, told.stderr) == ("child 0\n", "")
 
 

@@ -192,6 +192,25 @@ def test_under_vmap_and_grad():
 # -- who gives what -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reduce", [None, "head"])
+def test_an_aux_may_be_what_a_function_returns(reduce):
+    """vmap, torch.export and tracers ask of what they return where its tensors are."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, value):
+            asked = AuxRequest(entropy=True, top_k=2, reduce=reduce)
+            return attention(query, key, value, return_aux=asked)
+
+    tensors = torch.randn(3, 2, 3, 5, 4).unbind()
+    expected = measured(Layer()(*tensors)[1])
+    exported = torch.export.export(Layer(), tensors).module()
+    for function in (torch.vmap(Layer()), exported):
+        found = measured(function(*tensors)[1])
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
 def test_explain_says_where_each_comes_from():
     query, key, value = draw(L=64, S=64)
     request = AuxRequest(lse=True, entropy=True, top_k=2)

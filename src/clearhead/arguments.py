@@ -77,7 +77,7 @@ def make_problem(
                 f"attention: key_mask has dtype {key_mask.dtype}; it must be bool, True = may be "
                 "attended. For 0/1 numbers pass key_mask.bool(); what is to be added is bias="
             )
-        key_mask = fold("key_mask", key_mask, S=S)
+        key_mask = fold("key_mask", key_mask, S=S).expand(-1, S)
     doc_q, doc_k = _documents(documents, fold, L, S)
     left, right = window_of(window)
     if is_causal:
@@ -273,7 +273,8 @@ def _documents(
                 f"attention: documents has dtype {tensor.dtype}; it must hold whole numbers, the "
                 "number of each token's document"
             )
-    return fold("documents", documents[0], L=L), fold("documents", documents[1], S=S)
+    doc_q, doc_k = documents
+    return fold("documents", doc_q, L=L).expand(-1, L), fold("documents", doc_k, S=S).expand(-1, S)
 
 
 def _number(name: str, value: object, default: float) -> float:

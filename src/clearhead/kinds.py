@@ -60,8 +60,10 @@ def kind_of(
       transform, autocast or profiler (the caller has asked query, key and value about
       __torch_function__),
     - all its tensors are plain ones in a CPU's memory,
-    - query, key and value have four axes, and its numbers are of the usual types (1, 1.0 and True
-      are equal as parts of a kind, and not all are allowed),
+    - query, key and value have four axes, and as many batch items each (one that is shared has not
+      the strides that the kernels want),
+    - its numbers are of the usual types (1, 1.0 and True are equal as parts of a kind, and not all
+      are allowed),
     - what it asks for beside the output, if anything, are statistics that do not rest on padding.
     How many keys there are is no part of it, so that all steps of a decoding are of one kind.
     """
@@ -69,6 +71,7 @@ def kind_of(
         torch.compiler.is_compiling()
         or in_transform()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_key.PreDispatch)
         or torch._C._get_tracing_state() is not None
         or torch._C._is_any_autocast_enabled()
         or torch._C._autograd._profiler_enabled()
@@ -93,6 +96,7 @@ def kind_of(
     if (
         shape[2] != S
         or S == 0
+        or not query.shape[0] == B == shape[0]
         or (scale is not None and type(scale) is not float)
         or (softcap is not None and type(softcap) is not float)
         or (window is not None and not _is_window(window))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 # Percent of the rows that lie below each of Summary.quantiles.
 PERCENT = (5, 25, 50, 75, 95)
@@ -127,6 +128,10 @@ class Aux:
         return Aux(
             *(b if a is None else a for a, b in zip(_fields(self), _fields(other), strict=True))
         )
+
+
+# So that vmap, torch.export and tracers take it as what a function returns.
+_pytree.register_dataclass(Aux, serialized_type_name="clearhead.Aux")
 
 
 def _fields(aux: Aux) -> list[Any]:

@@ -165,7 +165,9 @@ def window_of(window: object) -> Window:
             raise ValueError(
                 f"attention: window is {window!r}; a side must be 0 or more, or None for no limit"
             )
-    return window[0], window[1]
+    # An op takes no larger number, and no axis is as long.
+    left, right = (None if type(n) is int and n >= 2**63 else n for n in window)
+    return left, right
 
 
 def cut(tensor: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:

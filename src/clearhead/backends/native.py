@@ -171,7 +171,8 @@ def again(
         return run(query, key, value, same.alone), None
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     mask, float_mask = (attn_mask, None) if boolean else (None, attn_mask)
-    key_mask = _with_axes(2, key_mask)
+    if key_mask is not None:
+        key_mask = _with_axes(2, key_mask).expand(-1, key.shape[2])
     names, first_key = same.names, None
     if key_mask is not None and "first_mass" in names:
         first_key = Problem(query, key, value, key_mask=key_mask).first_key
@@ -184,8 +185,8 @@ def again(
     return out, _aux(names, found) if names else None
 
 
-def _with_axes(n: int, tensor: Tensor | None) -> Tensor | None:
-    """A tensor with so many axes, the ones that are missing in front."""
+def _with_axes(n: int, tensor: Any) -> Any:
+    """A tensor, if it is one, with so many axes, the ones that are missing in front."""
     return tensor if tensor is None or tensor.ndim == n else tensor[(None,) * (n - tensor.ndim)]
 
 

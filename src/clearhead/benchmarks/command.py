@@ -45,7 +45,7 @@ def bench(
         before the first case runs is checked before.
     """
     counts = _threads(threads)
-    kinds = _among("--dtypes", dtypes, tuple(run.DTYPES))
+    kinds = _among("--dtypes", dtypes, tuple(run.DTYPES)) or list(run.DTYPES)
     chosen = peers.ALL if names == "all" else _among("--peers", names, peers.ALL) or peers.DEFAULT
     if not 0 < seconds <= 600:
         raise ValueError(f"--seconds is {seconds}; it must be above 0 and at most 600")
@@ -54,13 +54,18 @@ def bench(
     if compare_path is not None:
         try:
             old = run.from_plain(json.loads(Path(compare_path).read_text(encoding="utf-8")))
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"--compare {compare_path} cannot be read: {error}") from None
     for path in (json_path, markdown_path, png_path):
         if path is not None and not Path(path).resolve().parent.is_dir():
             raise ValueError(f"{path} is in a folder that does not exist; make it first")
+        if path is not None and Path(path).is_dir():
+            raise ValueError(f"{path} is a folder; name a file in it")
     if png_path is not None:
         import matplotlib  # noqa: F401  a missing one is told before minutes of work
+
+        if Path(png_path).suffix.lower() not in (".png", ".pdf", ".svg"):
+            raise ValueError(f"--png {png_path} must end in .png, .pdf or .svg")
 
     about = run.machine()
     rows = []
@@ -88,9 +93,14 @@ def listing(words: Sequence[str]) -> list[str]:
 
 
 def select(words: Sequence[str], growth: bool) -> list[Case]:
-    """The cases whose name or kind holds one of the words; raises ValueError if there is none."""
-    cases = [*CASES, *(GROWTH if growth or set(words) & {"lengths", "heads"} else ())]
-    found = [c for c in cases if not words or any(w == c.kind or w in c.name for w in words)]
+    """The cases whose name or kind holds one of the words; those of --growth too where they are of
+    that kind, or no other is found. Raises ValueError if there is none."""
+
+    def named(cases: Sequence[Case]) -> list[Case]:
+        return [c for c in cases if not words or any(w == c.kind or w in c.name for w in words)]
+
+    growth = growth or bool(set(words) & {"lengths", "heads"})
+    found = named([*CASES, *GROWTH] if growth else CASES) or named(GROWTH)
     if not found:
         raise ValueError(
             f"no case is named like {' or '.join(words)}; --list shows them, and their kinds are "
