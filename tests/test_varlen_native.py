@@ -7,7 +7,7 @@ import torch
 from test_varlen import DV, HKV, OPTIONS, D, H, alone, definition, offsets, rival
 from torch.overrides import TorchFunctionMode
 
-from clearhead import AuxRequest, attention, explain, varlen_attention
+from clearhead import AuxRequest, attention, explain, functional, kinds, varlen_attention
 from clearhead.backends import library
 from clearhead.testing import assert_within_budget
 from clearhead.testing.statistics import ALL, measured
@@ -152,6 +152,49 @@ def test_autocast(calls):
     expected, other = varlen_attention(*half, *offsets(LENGTHS), return_aux=LSE)
     assert calls == [len(LENGTHS)] * 2
     assert torch.equal(out, expected) and torch.equal(aux.lse, other.lse)
+
+
+@pytest.fixture
+def no_kinds(monkeypatch):
+    monkeypatch.setattr(kinds, "_known", {})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_second_call_of_a_kind_is_not_checked_and_gives_the_same_bits(
+    name, no_kinds, monkeypatch, calls
+):
+    """However long its sequences are, and wherever they lie."""
+    short, rules = [(3, 4)] * len(LENGTHS), OPTIONS[name]
+    tensors = draw()
+    first = varlen_attention(*tensors, *offsets(LENGTHS), **rules)
+    few = draw(short)
+    expected = [(rows, right) for rows, _, right, _ in of_each(few, short, **rules)]
+    monkeypatch.setattr(functional, "make_problem", None)
+    again = varlen_attention(*tensors, *offsets(LENGTHS), **rules)
+    assert torch.equal(again, first) and again.is_contiguous()
+    out = varlen_attention(*few, *offsets(short), **rules)
+    for rows, right in expected:
+        assert torch.equal(out[rows], right)
+    assert calls.count(len(LENGTHS)) == 3
+
+
+def test_what_is_wrong_stays_wrong_after_a_call_of_its_kind(no_kinds):
+    tensors = draw()
+    cu_q, cu_k = offsets(LENGTHS)
+    slopes = torch.rand(len(LENGTHS), H)
+    varlen_attention(*tensors, cu_q, cu_k, alibi_slopes=slopes)
+    assert len(kinds._known) == 1
+    joined_q, joined_k = (torch.cat([t[:1], t[2:]]) for t in (cu_q, cu_k))
+    with pytest.raises(ValueError, match="alibi_slopes has shape"):
+        varlen_attention(*tensors, joined_q, joined_k, alibi_slopes=slopes)
+    with pytest.raises(ValueError, match="it must start at 0, never fall"):
+        varlen_attention(*tensors, cu_q.flip(0), cu_k, alibi_slopes=slopes)
+    with pytest.raises(ValueError, match="they must count the same"):
+        varlen_attention(*tensors, cu_q, joined_k, alibi_slopes=slopes)
+    with pytest.raises(TypeError, match="scale is a bool"):
+        varlen_attention(*tensors, cu_q, cu_k, scale=True)
+    with pytest.raises(TypeError, match="value has dtype torch.float16, query has torch.float32"):
+        varlen_attention(*tensors[:2], tensors[2].half(), cu_q, cu_k, alibi_slopes=slopes)
 
 
 # -- when each has its own call -------------------------------------------------------------------

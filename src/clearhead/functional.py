@@ -271,21 +271,40 @@ def varlen_attention(
             "deterministic": deterministic, "return_aux": return_aux,
         }  # fmt: skip
 
-    lengths = list(zip(*map(_lengths, (bounds_q, bounds_k)), strict=True))
-    fewest = min((rows for rows, keys in lengths if rows and keys), default=0)
-    if fewest and _may_share_a_call(query, key, value, sinks, alibi_slopes, head_mask):
+    if (
+        len(query)
+        and len(key)
+        and _may_share_a_call(query, key, value, sinks, alibi_slopes, head_mask)
+    ):
+        q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (query, key, value))
+        kind = None
+        if return_aux is None:
+            kind = kinds.kind_of(q, k, v, None, dropout_p, is_causal, scale, None, None, window,
+                                 softcap, sinks, alibi_slopes, head_mask, deterministic, backend,
+                                 None)  # fmt: skip
+            # However long they are: native's choice rests on no length.
+            kind = kind and ("packed", query.shape[1:], *kind[1:])
+            same = kinds.known(kind)
+            if same is not None:
+                out, _ = native.attend_packed(
+                    q, k, v, sinks, alibi_slopes, head_mask, *same.numbers, bounds_q, bounds_k,
+                    same.names, same.top_k,
+                )  # fmt: skip
+                return _rows_first(out)
         tensors, rules = sequence(0)
         first = make_problem(*tensors, **rules)
-        q, k, v = (t.transpose(0, 1)[None].to(first.dtype) for t in (query, key, value))
+        q, k, v = (t.to(first.dtype) for t in (q, k, v))
         whole = dataclasses.replace(
             first, query=q, key=k, value=v, alibi_slopes=alibi_slopes, head_mask=head_mask
         )
-        if _all_are_native(whole, fewest, backend):
+        if _all_are_native(whole, backend):
+            kinds.keep(kind, whole, backend)
             out, aux = native.forward_packed(whole, bounds_q, bounds_k)
             out = _rows_first(out)
             return out if return_aux is None else (out, aux.each(_rows_first))
 
     outs, auxes = [], []
+    lengths = list(zip(*map(_lengths, (bounds_q, bounds_k)), strict=True))
     for n in range(max(N, 1)):  # without a sequence, an empty one shows shapes and dtypes
         tensors, rules = sequence(n)
         # Nothing is to be computed for an empty one, whatever backend the others need.
@@ -317,16 +336,15 @@ def _may_share_a_call(*tensors: Tensor | None) -> bool:
     )
 
 
-def _all_are_native(whole: Problem, fewest: int, backend: str) -> bool:
+def _all_are_native(whole: Problem, backend: str) -> bool:
     """Whether native is the backend of each packed sequence that has rows and keys, and gives all
-    that is asked for. Of their lengths only the fewest rows bear on that."""
-    if backend not in ("auto", native.NAME) or whole.aux.reduce is not None:
-        return False
-    shortest = dataclasses.replace(whole, query=whole.query[:, :, :fewest])
+    that is asked for: neither rests on how long one is."""
     return (
-        native.why_not(shortest) is None
-        and backends.choose(shortest, backend) is native
-        and not backends.lacks(shortest, native)
+        backend in ("auto", native.NAME)
+        and whole.aux.reduce is None
+        and native.why_not(whole) is None
+        and backends.choose(whole, backend) is native
+        and not backends.lacks(whole, native)
     )
 
 
@@ -347,7 +365,7 @@ def _offsets(name: str, offsets: Tensor, total: int, rows: str) -> list[int]:
             "it must be (number of sequences + 1,) whole numbers"
         )
     bounds = offsets.tolist()
-    if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in itertools.pairwise(bounds)):
+    if bounds[0] != 0 or bounds[-1] != total or bounds != sorted(bounds):
         raise ValueError(
             f"varlen_attention: {name} is {bounds}; it must start at 0, never fall, and end at the "
             f"{total} rows of {rows}. Cut off rows that belong to no sequence"

@@ -191,9 +191,10 @@ class MultiHeadAttention(nn.Module):
         self._check(x, context)
         source = x if context is None else context
 
-        q = self._split(self.W_query(x), self.num_heads, self.norm_query)
-        k = self._split(self.W_key(source), self.num_kv_heads, self.norm_key)
-        v = self._split(self.W_value(source), self.num_kv_heads, None)
+        layers: Any = self._modules  # nn.Module finds an attribute there only after 0.8 us
+        q = self._split(layers["W_query"](x), self.num_heads, self.norm_query)
+        k = self._split(layers["W_key"](source), self.num_kv_heads, self.norm_key)
+        v = self._split(layers["W_value"](source), self.num_kv_heads, None)
         result = attention(
             q,
             k,
@@ -214,14 +215,14 @@ class MultiHeadAttention(nn.Module):
         out = out.transpose(-3, -2).flatten(-2)
         if self.W_gate is not None:
             out = out * torch.sigmoid(self.W_gate(x))
-        out = self.out_proj(out)
+        out = layers["out_proj"](out)
         return out if aux is None else (out, aux)
 
     def _split(
         self, projected: Tensor, heads: int, norm: nn.RMSNorm | nn.LayerNorm | None
     ) -> Tensor:
         """(..., L, heads * size) -> (..., heads, L, size): no number changes, only the grouping."""
-        blocks = projected.unflatten(-1, (heads, -1))
+        blocks = torch.unflatten(projected, -1, (heads, -1))
         if norm is not None:  # in the precision of its weights, which autocast leaves alone
             blocks = norm(blocks.to(norm.weight.dtype)).to(blocks.dtype)
         return blocks.transpose(-3, -2)

@@ -22,7 +22,8 @@ BACKENDS: dict[str, ModuleType] = {module.NAME: module for module in (native, sd
 def preference(problem: Problem) -> list[ModuleType]:
     """The backends from the fastest to the slowest for a call, whether they can serve it or not."""
     if problem.device.type == "cpu":
-        # What is decided about native must not rest on S or on contents: clearhead.kinds keeps it.
+        # What is decided about native must rest on no length and no contents: clearhead.kinds keeps
+        # it for decoding, and varlen_attention for sequences of any length.
         # flex compiles for seconds per kind of call, so on a CPU it runs only when asked for.
         torchs = [chunked, sdpa] if _passes_over(problem) else [sdpa, chunked]
         return [native, *torchs, flex]

@@ -9,7 +9,6 @@ very object: every operation gives a new tensor, without them, and writing into 
 version. A compact tensor subclass was tried; it breaks the graph of a compiled layer.
 """
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -42,7 +41,10 @@ class Rules:
     @property
     def arguments(self) -> dict[str, Any]:
         """All but `end`, by the names that clearhead.attention has for them."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "end"}
+        return {name: value for name, value in vars(self).items() if name != "end"}
+
+
+EVERY_KEY = Rules()
 
 
 def read(mask: Tensor | None, causal: bool, L: int, S: int) -> Rules:
@@ -54,7 +56,7 @@ def read(mask: Tensor | None, causal: bool, L: int, S: int) -> Rules:
     """
     if mask is None:
         if not causal or L == 1:
-            return Rules()
+            return EVERY_KEY
         # Keys past the last row are empty slots of a static cache.
         return Rules(is_causal=True, end=L) if S >= L else Rules(window=(None, L - S))
     if torch.compiler.is_compiling():
