@@ -43,6 +43,7 @@ struct Block {
   bool loaded, finite;  // all of V, as the caller has it: V here has 0 for what is not
   Rows K, V;
   Data data;
+  int64_t number, next;  // of the blocks of this item, and of the item that foresee.inl.h looks at
 };
 
 // What a panel sees of a block.

@@ -107,7 +107,8 @@ void see_block(const Item &item, Block &block, int n) {
   Sums sums[NV] = {};
   for (int v = 0; v < P.vectors; v++) store(m + v * VL, P.state[v].m);
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
-    score_run<T>(item, P, block, sight.data, *run, item.q(n), m);
+    foresee<T>(item, block, n, int(run - sight.runs), sight.count * 2),
+        score_run<T>(item, P, block, sight.data, *run, item.q(n), m);
   for (int v = 0; v < P.vectors; v++) {
     const vf base_i = base_of(load(m + v * VL));
     old[v] = move(P.state[v].m, base_i, item.plan.exponent);
@@ -126,6 +127,7 @@ void see_block(const Item &item, Block &block, int n) {
                             : wanted == ENTROPY ? weights_of_run<T, ENTROPY>
                                                 : weights_of_run<T, BOTH>;
     weights_of(item, block, P, *run, base, sums);
+    foresee<T>(item, block, n, int(run - sight.runs) + sight.count, sight.count * 2);
   }
   weigh_block<T>(item, block, sight, n, a);
   if (!block.finite) add_spoilt(item.cut(), item.out(n), int(item.call.Dv), P.vectors);
@@ -170,6 +172,7 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
     memset(item.total(n), 0, plan.out_floats * sizeof(float));
   for (int64_t n0 = first / BLOCK * BLOCK; n0 < end; n0 += BLOCK) {
     Block block;
+    block.number = (n0 - first) / BLOCK, block.next = number + plan.workers;
     if (start_block(item, n0, end, block))
       for (int n = 0; n < panels; n++)
         plan.few ? see_few<T>(item, block) : see_block<T>(item, block, n);
