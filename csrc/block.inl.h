@@ -29,6 +29,13 @@ struct Item {
   float *value() const { return workspace + plan.at_value; }
 };
 
+// The output of a panel so far, which is 0 where nothing was seen.
+INLINE float *sums_so_far(const Item &item, int n) {
+  if (item.panel(n).fresh) memset(item.out(n), 0, item.plan.out_floats * sizeof(float));
+  item.panel(n).fresh = false;
+  return item.out(n);
+}
+
 // One block of keys, its rows brought in when the first panel asks.
 struct Block {
   int64_t n0, n1;
@@ -36,6 +43,7 @@ struct Block {
   bool loaded, finite;  // all of V, as the caller has it: V here has 0 for what is not
   Rows K, V;
   Data data;
+  int64_t number, next;  // of the blocks of this item, and of the item that foresee.inl.h looks at
 };
 
 // What a panel sees of a block.
@@ -147,6 +155,15 @@ NOINLINE void spoil(const Item &item, const Block &block, const Run &run, float 
         if (item.scores()[j * ROWS + r] != -INFINITY) o[d * ROWS + r] += v_jd;
     }
   }
+}
+
+NOINLINE void add_spoilt(const float *cut, float *o, int Dv, int vectors) {
+  for (int d = 0; d < Dv; d++)
+    for (int v = 0; v < vectors; v++) {
+      const vf bad = load(cut + d * ROWS + v * VL);
+      float *o_id = o + d * ROWS + v * VL;
+      store(o_id, bad == 0.f ? load(o_id) : load(o_id) + bad);
+    }
 }
 
 // -- scores ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@
 #include "block.inl.h"
 #include "few.inl.h"
 #include "finish.inl.h"
+#include "foresee.inl.h"
 #include "forward.inl.h"
 #include "again.inl.h"
 #include "mass.inl.h"

@@ -6,7 +6,7 @@ namespace {
 // Joins what a panel has of a span into its total, and starts afresh.
 NOINLINE void end_span(const Item &item, int n) {
   Panel &P = item.panel(n);
-  float *o = item.out(n), *total = item.total(n);
+  float *o = sums_so_far(item, n), *total = item.total(n);
   for (int v = 0; v < P.vectors; v++) {
     vf a, c;
     join(P.total[v], P.state[v], item.plan.exponent, a, c);
@@ -15,9 +15,9 @@ NOINLINE void end_span(const Item &item, int n) {
     for (int64_t d = 0; d < item.call.Dv; d++) {
       const int64_t at = d * ROWS + v * VL;
       store(total + at, joined(load(total + at), load(o + at), a, c));
-      store(o + at, vf{});
     }
   }
+  P.fresh = true;
 }
 
 // Step 6: out and the statistics of a panel. A sink is one more score, without a value.

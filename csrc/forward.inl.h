@@ -27,6 +27,7 @@ void start_panel(const Item &item, int64_t number, int n) {
   Panel &P = item.panel(n);
   place_rows(item.plan, item.g, number, P);
   find_ranges(c, P);
+  P.fresh = !item.plan.few;
   if (c.slopes || c.doc_q) read_row_rules(c, item.b, P);
   if (item.plan.few) start_few<T>(item, P);
   for (int v = 0; v < P.vectors; v++) {
@@ -44,30 +45,50 @@ void start_panel(const Item &item, int64_t number, int n) {
 
 // -- blocks ----------------------------------------------------------------------------------------
 
+// Steps 3 and 4 of one run.
 template <class T, int WANTED>
-void weigh_run(const Item &item, const Block &block, const Panel &P, const Run &run, float *o,
-               const float *a, const float *base, Sums *sums, bool whole) {
+void weights_of_run(const Item &item, const Block &block, const Panel &P, const Run &run,
+                    const float *base, Sums *sums) {
   constexpr bool PAIRS = PAIRED<T>;
-  const clearhead_call &c = item.call;
-  const int v0 = run.v0 * VL, keys = run.j1 - run.j0, Dv = int(c.Dv);
-  const int words = PAIRS ? (keys + 1) / 2 : keys, first = PAIRS ? run.j0 / 2 : run.j0;
+  const int v0 = run.v0 * VL, keys = run.j1 - run.j0;
   float *s = item.scores() + run.j0 * ROWS + v0;
   const float exponent = item.plan.exponent;
   vi own[NV];
   for (int v = run.v0; v < run.v1; v++)
     own[v - run.v0] = load(P.own + v * VL) - (int(block.n0) + run.j0);
-  sums += run.v0;
-  const Rows V = {block.V.at + first * block.V.stride, block.V.stride};
+  base += v0, sums += run.v0;
   switch (run.v1 - run.v0) {
-    case 1:
-      exponentials<PAIRS, 1, WANTED>(s, s, keys, base + v0, exponent, own, sums);
-      return weigh<PAIRS, 1>(V, s, words, o + v0, a + v0, Dv, whole);
-    case 2:
-      exponentials<PAIRS, 2, WANTED>(s, s, keys, base + v0, exponent, own, sums);
-      return weigh<PAIRS, 2>(V, s, words, o + v0, a + v0, Dv, whole);
-    default:
-      exponentials<PAIRS, 3, WANTED>(s, s, keys, base + v0, exponent, own, sums);
-      return weigh<PAIRS, 3>(V, s, words, o + v0, a + v0, Dv, whole);
+    case 1: return exponentials<PAIRS, 1, WANTED>(s, s, keys, base, exponent, own, sums);
+    case 2: return exponentials<PAIRS, 2, WANTED>(s, s, keys, base, exponent, own, sums);
+    default: return exponentials<PAIRS, 3, WANTED>(s, s, keys, base, exponent, own, sums);
+  }
+}
+
+// Step 5 of a panel and a block.
+template <class T>
+void weigh_block(const Item &item, const Block &block, const Sight &sight, int n, const float *a) {
+  constexpr bool PAIRS = PAIRED<T>;
+  constexpr int A_WORD = PAIRS ? 2 : 1;  // keys
+  Panel &P = item.panel(n);
+  const int Dv = int(item.call.Dv);
+  int v0 = NV, v1 = 0;
+  for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
+    v0 = int(least(v0, run->v0)), v1 = int(most(v1, run->v1));
+  Step steps[2 * NV + 1];
+  for (int r = 0; r < sight.count; r++) {
+    const Run &run = sight.runs[r];
+    steps[r] = {item.scores() + run.j0 * ROWS + v0 * VL,
+                block.V.at + run.j0 / A_WORD * block.V.stride,
+                (run.j1 - run.j0 + A_WORD - 1) / A_WORD, run.v0 - v0, run.v1 - v0};
+  }
+  if (v1 - v0 < P.vectors) sums_so_far(item, n);
+  const bool fresh = P.fresh;
+  P.fresh = false;
+  float *o = item.out(n) + v0 * VL;
+  switch (v1 - v0) {
+    case 1: return weigh<PAIRS, 1>(steps, sight.count, block.V.stride, o, a + v0 * VL, Dv, fresh);
+    case 2: return weigh<PAIRS, 2>(steps, sight.count, block.V.stride, o, a + v0 * VL, Dv, fresh);
+    default: return weigh<PAIRS, 3>(steps, sight.count, block.V.stride, o, a, Dv, fresh);
   }
 }
 
@@ -86,7 +107,8 @@ void see_block(const Item &item, Block &block, int n) {
   Sums sums[NV] = {};
   for (int v = 0; v < P.vectors; v++) store(m + v * VL, P.state[v].m);
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
-    score_run<T>(item, P, block, sight.data, *run, item.q(n), m);
+    foresee<T>(item, block, n, int(run - sight.runs), sight.count * 2),
+        score_run<T>(item, P, block, sight.data, *run, item.q(n), m);
   for (int v = 0; v < P.vectors; v++) {
     const vf base_i = base_of(load(m + v * VL));
     old[v] = move(P.state[v].m, base_i, item.plan.exponent);
@@ -94,21 +116,21 @@ void see_block(const Item &item, Block &block, int n) {
     store(a + v * VL, old[v].a);
   }
 
-  float *o = item.out(n), *sum = o;
-  const bool whole = sight.count == 1 && block.finite;
-  if (!whole) memset(sum = item.cut(), 0, item.plan.out_floats * sizeof(float));
+  if (!block.finite) memset(item.cut(), 0, item.plan.out_floats * sizeof(float));
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++) {
     if (statistics & MASSES) catch_marks(*run, int(block.n0), item.scores(), item.statistics(n));
     if (statistics & TOP)
       take_top(*run, int(block.n0), item.scores(), int(item.call.top_k), item.statistics(n));
-    if (!block.finite) spoil<T>(item, block, *run, sum);
+    if (!block.finite) spoil<T>(item, block, *run, item.cut());
     const int wanted = statistics & BOTH;
-    const auto weighed = wanted == 0         ? weigh_run<T, 0>
-                         : wanted == ENTROPY ? weigh_run<T, ENTROPY>
-                                             : weigh_run<T, BOTH>;
-    weighed(item, block, P, *run, sum, a, base, sums, whole);
+    const auto weights_of = wanted == 0         ? weights_of_run<T, 0>
+                            : wanted == ENTROPY ? weights_of_run<T, ENTROPY>
+                                                : weights_of_run<T, BOTH>;
+    weights_of(item, block, P, *run, base, sums);
+    foresee<T>(item, block, n, int(run - sight.runs) + sight.count, sight.count * 2);
   }
-  if (!whole) merge(sum, o, a, int(item.call.Dv), P.vectors);
+  weigh_block<T>(item, block, sight, n, a);
+  if (!block.finite) add_spoilt(item.cut(), item.out(n), int(item.call.Dv), P.vectors);
   for (int v = 0; v < P.vectors; v++)
     add_sums(P.state[v], load(m + v * VL), old[v], sums[v]);
 }
@@ -137,7 +159,7 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
   int64_t first, end;
   start_panels<T>(item, start, first, end);
   for (int n = 0; n < panels; n++) {
-    memset(item.out(n), 0, (plan.few ? plan.few_floats : plan.out_floats) * sizeof(float));
+    if (plan.few) memset(item.out(n), 0, plan.few_floats * sizeof(float));
     if (plan.statistics) start_statistics(c, item.b, item.panel(n), item.statistics(n));
   }
   constexpr int64_t SPAN = SPAN_BLOCKS * BLOCK;
@@ -150,6 +172,7 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
     memset(item.total(n), 0, plan.out_floats * sizeof(float));
   for (int64_t n0 = first / BLOCK * BLOCK; n0 < end; n0 += BLOCK) {
     Block block;
+    block.number = (n0 - first) / BLOCK, block.next = number + plan.workers;
     if (start_block(item, n0, end, block))
       for (int n = 0; n < panels; n++)
         plan.few ? see_few<T>(item, block) : see_block<T>(item, block, n);
@@ -159,7 +182,7 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
   if (plan.pieces > 1) return end_piece<T>(item, number);
   for (int n = 0; n < panels; n++)
     finish_panel<T>(item, n, spans ? item.panel(n).total : item.panel(n).state,
-                    spans ? item.total(n) : item.out(n));
+                    spans ? item.total(n) : sums_so_far(item, n));
 }
 
 }  // namespace

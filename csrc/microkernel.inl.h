@@ -44,50 +44,63 @@ INLINE void dot(Rows K, const float *q, int words, vf (&s_ij)[KEYS][N]) {
   }
 }
 
-// COLUMNS columns of `weigh`. A block whose keys are cut (see Run) gathers its sum in o piece by
-// piece (whole = false) and is added to the output by `merge`, which makes the same sums.
-template <bool PAIRS, int COLUMNS, int N>
-INLINE void weigh_tile(const float *v_j, int64_t stride, const float *p, int words, float *o,
-                       const float *a, bool whole) {
-  vf sum[COLUMNS][N];
-  UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++)
-    sum[d][v] = whole ? vf{} : load(o + d * ROWS + v * VL);
-  for (int j = 0; j < words; j++, v_j += stride, p += ROWS) {
+// A stretch of keys that vectors [v0, v1) of a panel see: its weights, its values, and how many words.
+struct Step {
+  const float *p, *v;
+  int words, v0, v1;
+};
+
+template <bool PAIRS, int V0, int V1, int COLUMNS, int N>
+INLINE void gather(const Step &step, int64_t stride, int d0, vf (&sum)[COLUMNS][N]) {
+  const float *p = step.p, *v_j = step.v + d0;
+  for (int j = 0; j < step.words; j++, v_j += stride, p += ROWS) {
     vf p_ij[N];
-    UNROLL for (int v = 0; v < N; v++) p_ij[v] = load(p + v * VL);
+    UNROLL for (int v = V0; v < V1; v++) p_ij[v] = load(p + v * VL);
     UNROLL for (int d = 0; d < COLUMNS; d++) {
       const vf v_jd = splat_word<PAIRS>(v_j + d);
-      UNROLL for (int v = 0; v < N; v++) sum[d][v] = add_product<PAIRS>(sum[d][v], v_jd, p_ij[v]);
+      UNROLL for (int v = V0; v < V1; v++) sum[d][v] = add_product<PAIRS>(sum[d][v], v_jd, p_ij[v]);
     }
   }
+}
+
+// COLUMNS columns of `weigh`.
+template <bool PAIRS, int COLUMNS, int N>
+INLINE void weigh_tile(const Step *step, int steps, int64_t stride, int d0, float *o,
+                       const float *a, bool fresh) {
+  vf sum[COLUMNS][N];
+  UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++) sum[d][v] = vf{};
+  for (const Step *end = step + steps; step < end; step++) {
+    if (step->v0 == 0 && step->v1 == N)
+      gather<PAIRS, 0, N>(*step, stride, d0, sum);
+    else if (N > 1 && step->v1 == N)
+      step->v0 == 1 ? gather<PAIRS, 1, N>(*step, stride, d0, sum)
+                    : gather<PAIRS, N - 1, N>(*step, stride, d0, sum);
+    else if (N > 1 && step->v0 == 0)
+      step->v1 == 1 ? gather<PAIRS, 0, 1>(*step, stride, d0, sum)
+                    : gather<PAIRS, 0, N - 1>(*step, stride, d0, sum);
+    else if (N > 2)
+      gather<PAIRS, 1, N - 1>(*step, stride, d0, sum);
+  }
   UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++) {
-    float *o_id = o + d * ROWS + v * VL;
-    store(o_id, whole ? load(o_id) * load(a + v * VL) + sum[d][v] : sum[d][v]);
+    float *o_id = o + (d0 + d) * ROWS + v * VL;
+    // Two whole expressions: a product chosen first would be fused with the sum in some tiles only.
+    store(o_id, fresh ? vf{} + sum[d][v] : load(o_id) * load(a + v * VL) + sum[d][v]);
   }
 }
 
 // All of V is finite here: a p of 0 must add 0.
 template <bool PAIRS, int N>
-NOINLINE void weigh(Rows V, const float *p, int words, float *o, const float *a, int Dv,
-                    bool whole) {
+NOINLINE void weigh(const Step *step, int steps, int64_t stride, float *o, const float *a, int Dv,
+                    bool fresh) {
   int d = 0;
   if (N == 1)
     for (; d + TILE1 <= Dv; d += TILE1)
-      weigh_tile<PAIRS, TILE1, N>(V.at + d, V.stride, p, words, o + d * ROWS, a, whole);
+      weigh_tile<PAIRS, TILE1, N>(step, steps, stride, d, o, a, fresh);
   for (; d + TILE <= Dv; d += TILE)
-    weigh_tile<PAIRS, TILE, N>(V.at + d, V.stride, p, words, o + d * ROWS, a, whole);
+    weigh_tile<PAIRS, TILE, N>(step, steps, stride, d, o, a, fresh);
   for (; d + 2 <= Dv; d += 2)
-    weigh_tile<PAIRS, 2, N>(V.at + d, V.stride, p, words, o + d * ROWS, a, whole);
-  if (d < Dv) weigh_tile<PAIRS, 1, N>(V.at + d, V.stride, p, words, o + d * ROWS, a, whole);
-}
-
-// o_id = o_id a_i + cut_id: the end of a block that was summed in pieces.
-NOINLINE void merge(const float *cut, float *o, const float *a, int Dv, int vectors) {
-  for (int d = 0; d < Dv; d++)
-    for (int v = 0; v < vectors; v++) {
-      float *o_id = o + d * ROWS + v * VL;
-      store(o_id, load(o_id) * load(a + v * VL) + load(cut + d * ROWS + v * VL));
-    }
+    weigh_tile<PAIRS, 2, N>(step, steps, stride, d, o, a, fresh);
+  if (d < Dv) weigh_tile<PAIRS, 1, N>(step, steps, stride, d, o, a, fresh);
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ struct Run {
 
 struct Panel {
   int rows, vectors;
+  bool fresh;                    // its output holds nothing so far, and is not even 0
   int lo[NV], hi[NV];            // keys that some row of a vector sees by its position
   int all_lo[NV], all_hi[NV];    // keys that every row of it sees
   int64_t doc_least, doc_most;   // documents of the rows

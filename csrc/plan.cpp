@@ -104,6 +104,7 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
   p.group = p.groups ? ceil_div(p.panels, p.groups) : 1;
   p.pieces = pieces_of(job, p, heads, p.first_span);
   p.items = heads * p.groups * p.pieces;
+  p.workers = job.workers;
 
   // Folding the scale needs a positive factor that is a normal float32; a score of -inf times 0
   // would be NaN.
