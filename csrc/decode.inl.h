@@ -15,11 +15,11 @@
 // Rows i of q, of the scores and of the output stand one behind the other, R of them: those of a
 // panel, and then the last of these again.
 //
-// The first product asks the memory for keys that come next. Where rows of V are read in parts, which
-// no processor foresees, it asks for the values of its block as well, and the second one for the keys
-// of the next block: then memory and arithmetic wait less for each other. Four rows of 128 float32
-// took 1.15 times as long without (an EPYC 9004, two threads; one 1.26, 2026-11). Values that are
-// read row by row come in time as it is, and asking for them too took up to 1.1 times as long.
+// The first product asks the memory for keys that come next. Where rows of V are read in parts,
+// which no processor foresees, it asks for the values of its block as well, and the second one for
+// the keys of the next block: then memory and arithmetic wait less for each other. Four rows of 128
+// float32 took 1.15 times as long without (an EPYC 9004, two threads; one 1.26, 2026-11). Values that
+// are read row by row come in time as it is, and asking for them too took up to 1.1 times as long.
 
 namespace {
 
@@ -93,8 +93,8 @@ INLINE void dot_quad(const char *k, int64_t stride, const float *q, int64_t q_st
   }
 }
 
-// Asks for a part of U KL rows, while a quad of as many keys is used: keys are read in too many places
-// at a time for the processor to foresee. U quads of each make a cache line, or half of one.
+// Asks for a part of U KL rows, while a quad of as many keys is used: these are read in too many
+// places at a time for the processor to foresee. U quads of each make a cache line, or half of one.
 template <int U, class T>
 INLINE void expect_rows(const FewRows<T> &rows, int64_t j, int64_t quad) {
   const int64_t stride = rows.stride * int64_t(sizeof(T));

@@ -41,9 +41,9 @@ INLINE vf paired(vf first, vf second) { return vf(vu(first) >> 16 | vu(second));
 
 // C vectors of columns of value j and, if there are two, of the next one, as pairs. Whole ones come
 // two vectors of halves at a time, which interleave within quads of words: of 2 VL columns the first
-// vector then has the even quads, the second one the odd ones. Converting one by one, a call took 1.2
-// times as long (4 rows of 128, an EPYC 9004, 2026-11). W is a parameter lest compilers without pairs,
-// which may lack the builtin, look into this.
+// vector has the even quads, the second one the odd ones. Converting them one by one, a call took
+// 1.2 times as long (4 rows of 128, an EPYC 9004, 2026-11). W is a parameter so that compilers that
+// lack the builtin, and have no pairs, do not look at it.
 template <class T, int C, class W = vw>
 INLINE void few_pairs(const FewRows<T> &V, int64_t c0, int64_t j, bool two, bool whole,
                       vf (&v_j)[C]) {
