@@ -28,14 +28,63 @@ INLINE void few_value(const FewRows<T> &V, int64_t c0, int64_t j, vf (&v_j)[C]) 
   }
 }
 
+// Asks for as much of a key as lies in C vectors of columns.
+template <class T, int C>
+INLINE void expect_key(const FewRows<T> &K, int64_t c0, int64_t j) {
+  const char *at = (const char *)(K.at + j * K.stride + c0 * VL);
+  constexpr int BYTES = C * VL * int(sizeof(T)), LINE = 64;
+  UNROLL for (int n = 0; n < BYTES; n += LINE) __builtin_prefetch(at + n, 0, 2);
+}
+
 // Two values as pairs.
 INLINE vf paired(vf first, vf second) { return vf(vu(first) >> 16 | vu(second)); }
 
-// sum_j p_ij v_jd, if all of V is finite; the sums of p_ij where COUNT.
+// C vectors of columns of value j and, if there are two, of the next one, as pairs. Whole ones come
+// two vectors of halves at a time, which interleave within quads of words: of 2 VL columns the first
+// vector has the even quads, the second one the odd ones. Converting them one by one, a call took
+// 1.2 times as long (4 rows of 128, an EPYC 9004, 2026-11). W is a parameter so that compilers that
+// lack the builtin, and have no pairs, do not look at it.
+template <class T, int C, class W = vw>
+INLINE void few_pairs(const FewRows<T> &V, int64_t c0, int64_t j, bool two, bool whole,
+                      vf (&v_j)[C]) {
+  if (!whole) {
+    vf next[C] = {};
+    few_value(V, c0, j, v_j);
+    if (two) few_value(V, c0, j + 1, next);
+    UNROLL for (int c = 0; c < C; c++) v_j[c] = paired(v_j[c], next[c]);
+    return;
+  }
+  W even, odd;
+  UNROLL for (int n = 0; n < 2 * VL; n++) {
+    even[n] = uint16_t(n / 8 * 8 + n % 8 / 2 + n % 2 * 2 * VL);
+    odd[n] = uint16_t(even[n] + 4);
+  }
+  UNROLL for (int c = 0; c + 1 < C; c += 2) {
+    const T *at = V.at + j * V.stride + (c0 + c) * VL;
+    const W x = load_bytes<W>(at), y = two ? load_bytes<W>(at + V.stride) : W{};
+    v_j[c] = vf(__builtin_shuffle(x, y, even)), v_j[c + 1] = vf(__builtin_shuffle(x, y, odd));
+  }
+}
+
+// Their sums in the order of the columns.
+template <class V>
+INLINE void sort_columns(V &even, V &odd) {
+  vi first, second;
+  UNROLL for (int n = 0; n < VL; n++) {
+    const int quad = n / 4, after = quad + VL / 4;
+    first[n] = quad % 2 * VL + quad / 2 * 4 + n % 4;
+    second[n] = after % 2 * VL + after / 2 * 4 + n % 4;
+  }
+  const V a = __builtin_shuffle(even, odd, first), b = __builtin_shuffle(even, odd, second);
+  even = a, odd = b;
+}
+
+// sum_j p_ij v_jd, if all of V is finite; the sums of p_ij where COUNT. `next` are keys to come.
 template <class T, int R, int C, bool COUNT>
-INLINE void few_sums(const FewRows<T> &V, int64_t c0, const FewWeights &W, int keys,
-                     vf (&sum)[R][C], FewSums (&of_p)[R]) {
+INLINE void few_sums(const FewRows<T> &V, const FewRows<T> &next, int64_t c0,
+                     const FewWeights &W, int keys, vf (&sum)[R][C], FewSums (&of_p)[R]) {
   constexpr bool PAIRS = PAIRED<T>;
+  const bool in_parts = V.size > FEW_COLUMNS<R> * VL;
   vf part[R] = {};  // of l, over TILE keys
   UNROLL for (int i = 0; i < R; i++) {
     of_p[i].l = of_p[i].used = vf{};
@@ -57,21 +106,21 @@ INLINE void few_sums(const FewRows<T> &V, int64_t c0, const FewWeights &W, int k
       if ((j + (PAIRS ? 2 : 1)) % TILE == 0) of_p[i].l += part[i], part[i] = vf{};
     }
   };
-  vf first[C], second[C];
+  vf v_j[C];
   if constexpr (!PAIRS) {
-    for (int j = 0; j < keys; j++) few_value(V, c0, j, first), add(j, j, first);
+    for (int j = 0; j < keys; j++) {
+      if (in_parts) expect_key<T, C>(next, c0, j);
+      few_value(V, c0, j, v_j), add(j, j, v_j);
+    }
   } else {
-    int j = 0;
-    for (; j + 2 <= keys; j += 2) {
-      few_value(V, c0, j, first), few_value(V, c0, j + 1, second);
-      UNROLL for (int c = 0; c < C; c++) first[c] = paired(first[c], second[c]);
-      add(j, j / 2, first);
+    const bool whole = C % 2 == 0 && (c0 + C) * VL <= V.size;
+    for (int j = 0; j < keys; j += 2) {
+      if (in_parts) expect_key<T, C>(next, c0, j), expect_key<T, C>(next, c0, j + 1);
+      few_pairs(V, c0, j, j + 1 < keys, whole, v_j), add(j, j / 2, v_j);
     }
-    if (j < keys) {
-      few_value(V, c0, j, first);
-      UNROLL for (int c = 0; c < C; c++) first[c] = paired(first[c], vf{});
-      add(j, j / 2, first);
-    }
+    if (whole)
+      UNROLL for (int i = 0; i < R; i++) UNROLL for (int c = 0; c + 1 < C; c += 2)
+        sort_columns(sum[i][c], sum[i][c + 1]);
   }
   UNROLL for (int i = 0; i < R; i++) of_p[i].l += part[i];
 }
@@ -101,11 +150,11 @@ NOINLINE vf few_sums_of_any(const FewRows<T> &V, int64_t c, const float *s, cons
 // C vectors of columns from c0 on. A value that is not finite makes the sums of its column so, even
 // where its p is 0: then they are made again with care.
 template <class T, int R, int C, bool COUNT>
-INLINE void few_weigh_tile(const FewRows<T> &V, int64_t c0, const FewWeights &W, int keys, float *o,
-                           vf a, FewSums *sums) {
+INLINE void few_weigh_tile(const FewRows<T> &V, const FewRows<T> &next, int64_t c0,
+                           const FewWeights &W, int keys, float *o, vf a, FewSums *sums) {
   vf sum[R][C], found = {};
   FewSums of_p[R];
-  few_sums<T, R, C, COUNT>(V, c0, W, keys, sum, of_p);
+  few_sums<T, R, C, COUNT>(V, next, c0, W, keys, sum, of_p);
   UNROLL for (int i = 0; i < R; i++) {
     if (COUNT) sums[i] = of_p[i];
     UNROLL for (int c = 0; c < C; c++) found += sum[i][c] * 0.f;
@@ -120,23 +169,23 @@ INLINE void few_weigh_tile(const FewRows<T> &V, int64_t c0, const FewWeights &W,
 }
 
 template <class T, int R, int C>
-INLINE void few_weigh_tiles(const FewRows<T> &V, int64_t &c, const FewWeights &W, int keys,
-                            float *o, vf a, FewSums *sums) {
+INLINE void few_weigh_tiles(const FewRows<T> &V, const FewRows<T> &next, int64_t &c,
+                            const FewWeights &W, int keys, float *o, vf a, FewSums *sums) {
   const int64_t count = few_vectors(V.size);
-  if (c == 0 && C <= count) few_weigh_tile<T, R, C, true>(V, 0, W, keys, o, a, sums), c = C;
-  for (; c + C <= count; c += C) few_weigh_tile<T, R, C, false>(V, c, W, keys, o, a, sums);
+  if (c == 0 && C <= count) few_weigh_tile<T, R, C, true>(V, next, 0, W, keys, o, a, sums), c = C;
+  for (; c + C <= count; c += C) few_weigh_tile<T, R, C, false>(V, next, c, W, keys, o, a, sums);
 }
 
 // Steps 4 and 5.
 template <class T, int R>
-NOINLINE void few_weigh(const FewRows<T> &V, const FewWeights &W, int keys, float *o, vf a,
-                        FewSums *sums) {
-  constexpr int C = TILE1 / R < 8 ? TILE1 / R : 8;  // of TILE1 sums
+NOINLINE void few_weigh(const FewRows<T> &V, const FewRows<T> &next, const FewWeights &W,
+                        int keys, float *o, vf a, FewSums *sums) {
+  constexpr int C = FEW_COLUMNS<R>;
   int64_t c = 0;
-  few_weigh_tiles<T, R, C>(V, c, W, keys, o, a, sums);
-  if constexpr (C > 4) few_weigh_tiles<T, R, 4>(V, c, W, keys, o, a, sums);
-  if constexpr (C > 2) few_weigh_tiles<T, R, 2>(V, c, W, keys, o, a, sums);
-  if constexpr (C > 1) few_weigh_tiles<T, R, 1>(V, c, W, keys, o, a, sums);
+  few_weigh_tiles<T, R, C>(V, next, c, W, keys, o, a, sums);
+  if constexpr (C > 4) few_weigh_tiles<T, R, 4>(V, next, c, W, keys, o, a, sums);
+  if constexpr (C > 2) few_weigh_tiles<T, R, 2>(V, next, c, W, keys, o, a, sums);
+  if constexpr (C > 1) few_weigh_tiles<T, R, 1>(V, next, c, W, keys, o, a, sums);
 }
 
 }  // namespace

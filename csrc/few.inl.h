@@ -128,7 +128,8 @@ void see_few(const Item &item, const Block &block) {
   float *const words = PAIRS ? few_words_of(item) : p;
 
   const FewRows<T> K = {key_of<T>(item, block.n0), c.key_strides[2], int(c.D)};
-  BY_FEW(few, few_scores, K, item.q(0), run, item.key(), s)
+  const FewRows<T> values = {value_of<T>(item, block.n0), c.value_strides[2], int(c.Dv)};
+  BY_FEW(few, few_scores, K, values, item.q(0), run, item.key(), s)
   for (int i = 0; i < few; i++) convert(splat(-INFINITY), s + i * FEW_STRIDE + run.j1);
   const bool ruled = !plan.raw || data.mask || data.key_mask || data.doc_k;
   if (run.cut && !ruled) cut_few(P, few, run, int(block.n0), s);
@@ -140,10 +141,11 @@ void see_few(const Item &item, const Block &block) {
   Sums sums = {};
   if (plan.statistics & (ENTROPY | DISTANCE)) few_statistics(item, block, run, base, sums);
 
-  const FewRows<T> V = {value_of<T>(item, block.n0 + run.j0), c.value_strides[2], int(c.Dv)};
+  const FewRows<T> V = {values.at + run.j0 * values.stride, values.stride, values.size};
+  const FewRows<T> next = {K.at + (BLOCK + run.j0) * K.stride, K.stride, K.size};
   const FewWeights W = {s + run.j0, p + run.j0, words + run.j0 / (PAIRS ? 2 : 1)};
   FewSums of_p[FEW];
-  BY_FEW(few, few_weigh, V, W, run.j1 - run.j0, item.out(0), old.a, of_p)
+  BY_FEW(few, few_weigh, V, next, W, run.j1 - run.j0, item.out(0), old.a, of_p)
   for (int i = 0; i < few; i++) sums.l[i] = of_p[i].l[0], sums.used[i] = of_p[i].used[0];
   add_sums(P.state[0], m, old, sums);
 }
