@@ -130,7 +130,8 @@ def how_drawn(errors: Sequence[Errors], spread: float) -> str:
 def tables_of_errors(errors: Sequence[Errors]) -> list[tuple[str, list[tuple[str, list[float]]]]]:
     """For a terminal: a title and rows (name, ratios and our own rms) for each dtype and rule."""
     groups: dict[str, list[tuple[str, list[float]]]] = {}
-    for e in sorted(errors, key=lambda e: e.setting.order):
+    dtypes = list(dict.fromkeys(e.dtype for e in errors))
+    for e in sorted(errors, key=lambda e: (dtypes.index(e.dtype), *e.setting.order)):
         name = f"D {e.setting.D}, {e.setting.S} keys"
         rows = groups.setdefault(f"{e.setting.rule}, {e.dtype}", [])
         rows.append((name, [*e.ratios, e.ours.rms, e.torch.rms]))

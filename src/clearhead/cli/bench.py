@@ -64,8 +64,11 @@ def bench(
     for name in OF_TIMES if accuracy else OF_ERRORS:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            kind = "times, which --accuracy does not measure" if accuracy else "--accuracy"
-            raise ValueError(f"--{name} belongs to {kind}; leave one of the two out")
+            raise ValueError(
+                f"--{name} belongs to times, which --accuracy does not measure; leave one out"
+                if accuracy
+                else f"--{name} belongs to --accuracy; add that, or leave --{name} out"
+            )
     console = make_console()
     if only_list:
         list_names = command.accuracy_listing if accuracy else command.listing
