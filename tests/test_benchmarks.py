@@ -215,11 +215,17 @@ def test_the_list_names_every_case():
 SETTINGS = tuple(accuracy.Setting(rule, 5, S) for rule in accuracy.RULES for S in (13, 1100))
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_errors_are_against_the_definition(setting, monkeypatch):
-    """Square calls and last rows of long ones, and torch's rule where it is aligned otherwise."""
+@pytest.fixture
+def small_draws(monkeypatch):
+    monkeypatch.setattr(accuracy, "SETTINGS", SETTINGS)
     monkeypatch.setattr(accuracy, "FEWEST_SCORES", 400)
     monkeypatch.setattr(accuracy, "MOST_ROWS", 17)
+
+
+@pytest.mark.usefixtures("small_draws")
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_errors_are_against_the_definition(setting):
+    """Square calls and last rows of long ones, and torch's rule where it is aligned otherwise."""
     draw = accuracy.Draw(setting.D, setting.S, torch.float32, 3.0, seed=1)
     query = draw.query[:, :, -8:] if setting.rule == "one row" else draw.query
     causal = {"is_causal": True} if setting.rule == "causal" else {}
@@ -233,6 +239,7 @@ def test_errors_are_against_the_definition(setting, monkeypatch):
         torch.testing.assert_close(found.double(), gold, rtol=0, atol=close)
 
 
+@pytest.mark.usefixtures("small_draws")
 @pytest.mark.parametrize("dtype", accuracy.DTYPES)
 def test_a_ratio_of_errors_is_ours_over_torchs(dtype, monkeypatch):
     """A planted error of known size: 1 in one element of each draw, 3 in another of one."""
@@ -257,8 +264,8 @@ def test_a_ratio_of_errors_is_ours_over_torchs(dtype, monkeypatch):
     assert found.ratios == pytest.approx((5**0.5, 2, 3))
 
 
-def test_the_command_writes_its_errors(tmp_path, monkeypatch):
-    monkeypatch.setattr(accuracy, "SETTINGS", SETTINGS)
+@pytest.mark.usefixtures("small_draws")
+def test_the_command_writes_its_errors(tmp_path):
     json_path, markdown_path = str(tmp_path / "a.json"), str(tmp_path / "a.md")
     seen = []
     results = command.bench_accuracy(
@@ -307,8 +314,8 @@ def invoke(*words):
     return CliRunner().invoke(app, ["bench", *words], env={"COLUMNS": "80"})
 
 
-def test_errors_on_a_terminal(monkeypatch):
-    monkeypatch.setattr(accuracy, "SETTINGS", SETTINGS)
+@pytest.mark.usefixtures("small_draws")
+def test_errors_on_a_terminal():
     result = invoke("--accuracy", "full, D 5, 13", "--draws", "2", "--dtypes", "float32")
     assert result.exit_code == 0, result.output
     assert "full, float32" in result.output and "D 5, 13 keys" in result.output
