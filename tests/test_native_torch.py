@@ -36,17 +36,18 @@ def same_bits(one, other):
 
 
 # Ours / torch's: roots of the mean squares, worst elements averaged over the draws, worst of all
-# draws. Beside each what was measured over all that is tested here (AVX-512 with BF16, 2026-11).
+# draws, which is one number's chance. Beside each what was measured of all that is tested here (AVX-512 with BF16, 2026-11).
 MOST_ERROR = {
-    torch.float32: (0.85, 0.95, 1.0),  # 0.48 to 0.77, 0.37 to 0.77, 0.27 to 0.90
-    torch.float16: (0.96, 1.0, 1.0),  # 0.69 to 0.95, 0.74 to 1.00, 0.64 to 1.00
+    torch.float32: (0.8, 0.9, 1.2),  # 0.42 to 0.69, 0.30 to 0.77, 0.25 to 1.00
+    torch.float16: (0.96, 1.0, 1.0),  # 0.69 to 0.95, 0.72 to 1.00, 0.64 to 1.00
     # Products by pairs round the weights to bfloat16, as torch does: chance decides of the worst.
-    torch.bfloat16: (1.0, 1.15, 1.3),  # 0.95 to 0.99, 0.88 to 1.09, 0.86 to 1.19
+    torch.bfloat16: (1.0, 1.15, 1.3),  # 0.95 to 0.99, 0.91 to 1.09, 0.86 to 1.16
 }
+# Of 128 keys one row of torch's is a product of another kind, which is more exact than its others.
 MOST_ERROR_OF_ONE_ROW = {
-    torch.float32: (1.0, 1.0, 1.1),
-    torch.float16: (0.97, 1.0, 1.0),
-    torch.bfloat16: (1.0, 1.2, 1.4),
+    torch.float32: (1.0, 1.05, 1.25),  # 0.06 to 0.94, 0.04 to 0.96, 0.04 to 1.10
+    torch.float16: (0.97, 1.0, 1.0),  # 0.67 to 0.96, 0.68 to 1.00, 0.62 to 1.00
+    torch.bfloat16: (1.0, 1.25, 1.4),  # 0.92 to 0.99, 0.76 to 1.12, 0.59 to 1.25
 }
 LENGTHS = [128, 512, 2048, 8192, 32768, 65536]
 
@@ -54,17 +55,18 @@ LENGTHS = [128, 512, 2048, 8192, 32768, 65536]
 @pytest.mark.parametrize("dtype", MOST_ERROR, ids=str)
 @pytest.mark.parametrize(
     ("D", "S", "spread"),
-    [(64, S, spread) for S in LENGTHS for spread in (1, 4)]
-    + [(128, S, 1) for S in LENGTHS]
-    + [(D, S, 1) for D in (256, 512) for S in (128, 2048)],
+    [(D, S, 1) for D in (64, 128) for S in LENGTHS]
+    + [(64, S, 4) for S in LENGTHS[:4]]
+    + [(D, 2048, 1) for D in (256, 512)],
 )
 def test_the_error_is_at_most_that_of_torch(D, S, spread, dtype, monkeypatch):
     """The measurement of `clearhead bench --accuracy`, diffuse and peaked, at every length."""
     monkeypatch.setattr(accuracy, "attention", attend)
+    monkeypatch.setattr(accuracy, "FEWEST_SCORES", 2**18)  # for the time that it takes
     settings = [accuracy.Setting(rule, D, S) for rule in accuracy.RULES]
     name = str(dtype).removeprefix("torch.")
     for errors in accuracy.measure(
-        settings, dtypes=[name], draws=8 if S <= 512 else 3, spread=spread
+        settings, dtypes=[name], draws=8 if S <= 512 else 2, spread=spread
     ):
         one = errors.setting.rule == "one row"
         bounds = (MOST_ERROR_OF_ONE_ROW if one else MOST_ERROR)[dtype]
