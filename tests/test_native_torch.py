@@ -36,7 +36,8 @@ def same_bits(one, other):
 
 
 # Ours / torch's: roots of the mean squares, worst elements averaged over the draws, worst of all
-# draws, which is one number's chance. Beside each what was measured of all that is tested here (AVX-512 with BF16, 2026-11).
+# draws, which is one number's chance. Beside each what was measured of all that is tested here
+# (AVX-512 with BF16, 2026-11).
 MOST_ERROR = {
     torch.float32: (0.8, 0.9, 1.2),  # 0.42 to 0.69, 0.30 to 0.77, 0.25 to 1.00
     torch.float16: (0.96, 1.0, 1.0),  # 0.69 to 0.95, 0.72 to 1.00, 0.64 to 1.00
