@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from clearhead import AuxRequest, attention
 from clearhead.backends import library, native
+from clearhead.benchmarks import accuracy
 from clearhead.testing import CASES
 
 NAMES = {case.name: case for case in CASES}
@@ -35,32 +35,44 @@ def same_bits(one, other):
 # -- accuracy -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spread", [1, 4], ids=["diffuse", "peaked"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("S", [128, 512, 2048, 8192, 16384, 65536])
-def test_the_error_does_not_grow_with_the_length(S, dtype, spread):
-    """It is at most that of torch's kernel on the same numbers, on average and at its worst.
+# Ours / torch's: roots of the mean squares, worst elements averaged over the draws, worst of all
+# draws, which is one number's chance. Beside each what was measured of all that is tested here
+# (AVX-512 with BF16, 2026-11).
+MOST_ERROR = {
+    torch.float32: (0.8, 0.9, 1.2),  # 0.42 to 0.69, 0.30 to 0.77, 0.25 to 1.00
+    torch.float16: (0.96, 1.0, 1.0),  # 0.69 to 0.95, 0.72 to 1.00, 0.64 to 1.00
+    # Products by pairs round the weights to bfloat16, as torch does: chance decides of the worst.
+    torch.bfloat16: (1.0, 1.15, 1.3),  # 0.95 to 0.99, 0.91 to 1.09, 0.86 to 1.16
+}
+# Of 128 keys one row of torch's is a product of another kind, which is more exact than its others.
+MOST_ERROR_OF_ONE_ROW = {
+    torch.float32: (1.0, 1.05, 1.25),  # 0.06 to 0.94, 0.04 to 0.96, 0.04 to 1.10
+    torch.float16: (0.97, 1.0, 1.0),  # 0.67 to 0.96, 0.68 to 1.00, 0.62 to 1.00
+    torch.bfloat16: (1.0, 1.25, 1.4),  # 0.92 to 0.99, 0.76 to 1.12, 0.59 to 1.25
+}
+LENGTHS = [128, 512, 2048, 8192, 32768, 65536]
 
-    One worst element is chance, so it is judged by the median of several draws. Measured 2026-11,
-    diffuse and peaked, full and causal: in float32 its median is 0.58 to 0.79 times torch's (128
-    to 2048 keys, 20 draws of each); in half types widened to float32 it was never larger (128 to
-    8192, 30 or 60 draws). By pairs (avx512bf16) both round weights to bfloat16, and chance decides:
-    larger than torch's in 146 of 960 draws, smaller in 200, the same in 614, all medians 1.00.
-    """
-    errors = []
-    for seed in range(9 if S < 65536 else 3):
-        torch.manual_seed(seed)
-        query, key, value = draw(B=1, H=2, Hkv=2, L=64, S=S, D=64, Dv=64, dtype=dtype)
-        query = query * spread
-        s = query.double() @ key.double().mT / 8
-        gold = torch.softmax(s, -1) @ value.double()
-        rival = scaled_dot_product_attention(query, key, value)
-        errors.append(torch.stack([attend(query, key, value) - gold, rival - gold]))
-    ours, theirs = torch.stack(errors, 1).abs().flatten(2)
-    assert float(ours.mean()) <= float(theirs.mean())
-    assert float((ours.amax(-1) / theirs.amax(-1)).median()) <= 1
-    # No draw may hide behind the median.
-    assert float(ours.max()) <= (1.5 if dtype == torch.bfloat16 else 1.25) * float(theirs.max())
+
+@pytest.mark.parametrize("dtype", MOST_ERROR, ids=str)
+@pytest.mark.parametrize(
+    ("D", "S", "spread"),
+    [(D, S, 1) for D in (64, 128) for S in LENGTHS]
+    + [(64, S, 4) for S in LENGTHS[:4]]
+    + [(D, 2048, 1) for D in (256, 512)],
+)
+def test_the_error_is_at_most_that_of_torch(D, S, spread, dtype, monkeypatch):
+    """The measurement of `clearhead bench --accuracy`, diffuse and peaked, at every length."""
+    monkeypatch.setattr(accuracy, "attention", attend)
+    monkeypatch.setattr(accuracy, "FEWEST_SCORES", 2**18)  # for the time that it takes
+    settings = [accuracy.Setting(rule, D, S) for rule in accuracy.RULES]
+    name = str(dtype).removeprefix("torch.")
+    for errors in accuracy.measure(
+        settings, dtypes=[name], draws=8 if S <= 512 else 2, spread=spread
+    ):
+        one = errors.setting.rule == "one row"
+        bounds = (MOST_ERROR_OF_ONE_ROW if one else MOST_ERROR)[dtype]
+        for ratio, bound in zip(errors.ratios, bounds, strict=True):
+            assert 0 < ratio <= bound, (errors.setting.name, errors.ratios)
 
 
 def test_softcap_is_exact_near_and_far():

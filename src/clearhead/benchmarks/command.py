@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from . import peers, report, run
+from . import accuracy, peers, report, run
 from .shapes import CASES, GROWTH, KINDS, Case
 
 
@@ -20,11 +20,19 @@ class Results(NamedTuple):
     changes: list[str]
 
 
+class AccuracyResults(NamedTuple):
+    """The same of `bench_accuracy`: the machine, how it was drawn, and what `show_errors` takes."""
+
+    about: str
+    drawn: str
+    tables: list[tuple[str, list[tuple[str, list[float]]]]]
+
+
 def bench(
     words: Sequence[str],
     *,
     threads: str = "",
-    dtypes: str = "float32,bfloat16",
+    dtypes: str = "",
     names: str = "",
     seconds: float = 2.0,
     growth: bool = False,
@@ -38,7 +46,8 @@ def bench(
 
     Args:
         words: only cases whose name or kind holds one of these; all without.
-        threads, dtypes, names: lists apart by commas; names are peers, or "all".
+        threads, dtypes, names: lists apart by commas; names are peers, or "all". Without dtypes
+            those of `run.DTYPES`.
 
     Raises:
         ValueError: a word, number, dtype, peer or file that does not fit. All that can be known
@@ -56,11 +65,7 @@ def bench(
             old = run.from_plain(json.loads(Path(compare_path).read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"--compare {compare_path} cannot be read: {error}") from None
-    for path in (json_path, markdown_path, png_path):
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise ValueError(f"{path} is in a folder that does not exist; make it first")
-        if path is not None and Path(path).is_dir():
-            raise ValueError(f"{path} is a folder; name a file in it")
+    _check_files(json_path, markdown_path, png_path)
     if png_path is not None:
         import matplotlib  # noqa: F401  a missing one is told before minutes of work
 
@@ -74,8 +79,7 @@ def bench(
     ):
         rows.append(row)
         if json_path is not None:  # after each row: an interrupted run leaves what it has
-            text = json.dumps(run.to_plain(rows, about), indent=1)
-            Path(json_path).write_text(text + "\n", encoding="utf-8")
+            _write_json(json_path, run.to_plain(rows, about))
     if markdown_path is not None:
         Path(markdown_path).write_text(report.markdown(rows, about), encoding="utf-8")
     if png_path is not None:
@@ -86,10 +90,69 @@ def bench(
     return Results(report.heading(about), report.tables(rows), changes)
 
 
+def bench_accuracy(
+    words: Sequence[str],
+    *,
+    dtypes: str = "",
+    draws: int = accuracy.DRAWS,
+    spread: float = 1.0,
+    json_path: str | None = None,
+    markdown_path: str | None = None,
+    on_start: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> AccuracyResults:
+    """Measure errors instead of times, and write the files that were asked for.
+
+    Args:
+        words: only settings whose name holds one of these; all without.
+        dtypes: a list apart by commas; without those of `accuracy.DTYPES`.
+        draws, spread: see `accuracy.measure`.
+
+    Raises:
+        ValueError: a word, number, dtype or file that does not fit.
+    """
+    kinds = _among("--dtypes", dtypes, tuple(accuracy.DTYPES)) or list(accuracy.DTYPES)
+    if not 1 <= draws <= 100_000:
+        raise ValueError(f"--draws is {draws}; it must be at least 1 and at most 100000")
+    if not 0 < spread <= 1000:
+        raise ValueError(f"--spread is {spread}; it must be above 0 and at most 1000")
+    settings = select_settings(words)
+    _check_files(json_path, markdown_path)
+    about = run.machine()
+    found = []
+    for errors in accuracy.measure(
+        settings, dtypes=kinds, draws=draws, spread=spread, on_start=on_start
+    ):
+        found.append(errors)
+        if json_path is not None:
+            _write_json(json_path, accuracy.to_plain(found, about, spread))
+    if markdown_path is not None:
+        text = report.markdown_of_errors(found, about, spread)
+        Path(markdown_path).write_text(text, encoding="utf-8")
+    return AccuracyResults(
+        report.heading(about), report.how_drawn(found, spread), report.tables_of_errors(found)
+    )
+
+
 def listing(words: Sequence[str]) -> list[str]:
     """One line for each case that the words choose, those of --growth too."""
     cases = select(words, growth=True)
     return [f"{case.kind:16} {case.name:36} {case.shape}" for case in cases]
+
+
+def accuracy_listing(words: Sequence[str]) -> list[str]:
+    """One line for each setting of `bench_accuracy` that the words choose."""
+    return [setting.name for setting in select_settings(words)]
+
+
+def select_settings(words: Sequence[str]) -> list[accuracy.Setting]:
+    """The settings whose name holds one of the words; raises ValueError if there is none."""
+    found = [s for s in accuracy.SETTINGS if not words or any(w in s.name for w in words)]
+    if not found:
+        raise ValueError(
+            f"no setting is named like {' or '.join(words)}; --accuracy --list shows them, as "
+            f"{accuracy.SETTINGS[0].name!r}"
+        )
+    return found
 
 
 def select(words: Sequence[str], growth: bool) -> list[Case]:
@@ -107,6 +170,18 @@ def select(words: Sequence[str], growth: bool) -> list[Case]:
             f"{', '.join(KINDS)}"
         )
     return found
+
+
+def _check_files(*paths: str | None) -> None:
+    for path in paths:
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise ValueError(f"{path} is in a folder that does not exist; make it first")
+        if path is not None and Path(path).is_dir():
+            raise ValueError(f"{path} is a folder; name a file in it")
+
+
+def _write_json(path: str, data: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def _threads(text: str) -> list[int]:

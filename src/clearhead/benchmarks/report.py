@@ -1,9 +1,11 @@
 """The rows as a Markdown table, and two files of results beside each other."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from .accuracy import Errors
 from .run import Row
 
 TITLES = {
@@ -108,3 +110,48 @@ def compare(rows: Sequence[Row], old: Sequence[Row]) -> str:
         return "No case stands in both.\n"
     head = ["case", "beside", "then", "now", "change"]
     return "\n".join([_line(head), _line(["---"] * len(head)), *found]) + "\n"
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def how_drawn(errors: Sequence[Errors], spread: float) -> str:
+    """How the figures of errors are to be read, in a few sentences."""
+    draws = max((e.draws for e in errors), default=0)
+    queries = "" if spread == 1 else f", queries {spread:g} times as large"
+    return (
+        "Error of clearhead / error of F.sdpa on the same numbers, both against float64: below 1 "
+        f"clearhead is nearer. {draws} draw{'s' * (draws != 1)} of normal numbers{queries}. Mean: "
+        "roots of the mean squares. Worst: the worst element of each draw, averaged over the "
+        "draws. Of all: the worst element of all draws, which is one number's chance."
+    )
+
+
+def tables_of_errors(errors: Sequence[Errors]) -> list[tuple[str, list[tuple[str, list[float]]]]]:
+    """For a terminal: a title and rows (name, ratios and our own rms) for each dtype and rule."""
+    groups: dict[str, list[tuple[str, list[float]]]] = {}
+    dtypes = list(dict.fromkeys(e.dtype for e in errors))
+    for e in sorted(errors, key=lambda e: (dtypes.index(e.dtype), *e.setting.order)):
+        name = f"D {e.setting.D}, {e.setting.S} keys"
+        rows = groups.setdefault(f"{e.setting.rule}, {e.dtype}", [])
+        rows.append((name, [*e.ratios, e.ours.rms, e.torch.rms]))
+    return list(groups.items())
+
+
+def markdown_of_errors(errors: Sequence[Errors], about: dict[str, Any], spread: float) -> str:
+    """What it was measured on, how, and one table for each dtype; its first rows are ranges."""
+    lines = [heading(about), *textwrap.wrap(how_drawn(errors, spread), 100)]
+    for dtype in dict.fromkeys(e.dtype for e in errors):
+        part = sorted((e for e in errors if e.dtype == dtype), key=lambda e: e.setting.order)
+        head = ["rule", "D", "keys", "heads x rows", "mean", "worst", "of all", "rms", "F.sdpa's"]
+        lines += ["", f"### {dtype}", "", _line(head), _line(["---"] * len(head))]
+        for rule in dict.fromkeys(e.setting.rule for e in part):
+            ratios = zip(*(e.ratios for e in part if e.setting.rule == rule), strict=True)
+            spans = (f"{min(r):.2f} to {max(r):.2f}" for r in ratios)
+            lines.append(_line([f"**{rule}**", "all", "all", "", *spans, "", ""]))
+        for e in part:
+            lines.append(
+                _line([e.setting.rule, str(e.setting.D), str(e.setting.S), f"{e.heads} x {e.rows}",
+                       *(f"{r:.2f}" for r in e.ratios), f"{e.ours.rms:.1e}", f"{e.torch.rms:.1e}"])
+            )  # fmt: skip
+    return "\n".join(lines) + "\n"

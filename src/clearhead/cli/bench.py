@@ -1,11 +1,16 @@
-"""`clearhead bench`: how much faster it is, on this machine, now."""
+"""`clearhead bench`: how much faster it is, and how exact, on this machine, now."""
 
 from typing import Annotated
 
 import typer
 
+# Options that belong to one kind of measurement alone.
+OF_TIMES = ("threads", "peers", "seconds", "growth", "png", "compare")
+OF_ERRORS = ("draws", "spread")
+
 
 def bench(
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(help="Only cases whose name holds one of these, or of that kind."),
@@ -13,7 +18,12 @@ def bench(
     threads: Annotated[
         str, typer.Option(help="Numbers of threads, as in 1,all.", show_default="all")
     ] = "",
-    dtypes: Annotated[str, typer.Option(help="Of float32 and bfloat16.")] = "float32,bfloat16",
+    dtypes: Annotated[
+        str,
+        typer.Option(
+            help="Of float32, bfloat16 and, with --accuracy, float16.", show_default="all of them"
+        ),
+    ] = "",
     peers: Annotated[
         str,
         typer.Option(
@@ -26,6 +36,17 @@ def bench(
     growth: Annotated[
         bool, typer.Option("--growth", help="Also how time grows with length and heads.")
     ] = False,
+    accuracy: Annotated[
+        bool,
+        typer.Option(
+            "--accuracy",
+            help="Not times but errors: ours / F.sdpa's on the same numbers, against float64.",
+        ),
+    ] = False,
+    draws: Annotated[int, typer.Option(help="Of each setting of --accuracy.")] = 10,
+    spread: Annotated[
+        float, typer.Option(help="Queries of --accuracy are so many times normal numbers.")
+    ] = 1.0,
     only_list: Annotated[bool, typer.Option("--list", help="Name the cases and stop.")] = False,
     json: Annotated[str | None, typer.Option(help="Write the results to this file.")] = None,
     markdown: Annotated[str | None, typer.Option(help="Write the tables to this file.")] = None,
@@ -36,13 +57,38 @@ def bench(
 ) -> None:
     """How much faster clearhead is than what else there is: ratios of alternating runs."""
     from clearhead.benchmarks import command
-    from clearhead.view.bench import show_lines, show_reading, show_results
+    from clearhead.view.bench import show_errors, show_lines, show_reading, show_results
     from clearhead.view.progress import progress_bar
     from clearhead.view.terminal import make_console
 
+    for name in OF_TIMES if accuracy else OF_ERRORS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(
+                f"--{name} belongs to times, which --accuracy does not measure; leave one out"
+                if accuracy
+                else f"--{name} belongs to --accuracy; add that, or leave --{name} out"
+            )
     console = make_console()
     if only_list:
-        show_lines(console, command.listing(words or []))
+        list_names = command.accuracy_listing if accuracy else command.listing
+        show_lines(console, list_names(words or []))
+        return
+    if accuracy:
+        with progress_bar("drawing numbers") as progress:
+            errors = command.bench_accuracy(
+                words or [],
+                dtypes=dtypes,
+                draws=draws,
+                spread=spread,
+                json_path=json,
+                markdown_path=markdown,
+                on_start=progress,
+            )
+        show_reading(console, errors.about, errors.drawn)
+        for title, rows in errors.tables:
+            console.print()
+            show_errors(console, title, rows)
         return
     with progress_bar("measuring the machine") as progress:
         results = command.bench(

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from .terminal import print_wrapped
 
-SLOWER = "red"
+WORSE = "red"
 
 
 def show_results(
@@ -30,24 +30,41 @@ def show_results(
         table.add_column(name, justify="right", overflow="fold")
     for case, shape, ratios, share, mb in rows:
         shown = (
-            "" if r is None else f"{r:.2f}" if r >= 1 else f"[{SLOWER}]{r:.2f}[/]" for r in ratios
+            "" if r is None else f"{r:.2f}" if r >= 1 else f"[{WORSE}]{r:.2f}[/]" for r in ratios
         )
         table.add_row(case, shape, *shown, share, mb)
     console.print(table)
 
 
-def show_reading(console: Console, about: str) -> None:
+def show_errors(console: Console, title: str, rows: Sequence[tuple[str, Sequence[float]]]) -> None:
+    """Print one table of errors, the ratios above 1 in red.
+
+    Args:
+        title: what all rows have in common.
+        rows: name, the ratios of mean, worst and worst of all, and both means.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    table.add_column("", overflow="fold")
+    for name in ("mean", "worst", "of all", "rms", "F.sdpa's"):
+        table.add_column(name, justify="right")
+    for name, (*ratios, ours, theirs) in rows:
+        shown = (f"{r:.2f}" if r <= 1 else f"[{WORSE}]{r:.2f}[/]" for r in ratios)
+        table.add_row(name, *shown, f"{ours:.1e}", f"{theirs:.1e}")
+    console.print(table)
+
+
+TIMES = (
+    "A peer's time / clearhead's, median of alternating runs: above 1 clearhead is faster. "
+    "Share: of torch's own matrix product or, with m, of its fastest reading of memory. "
+    "MB: peak over the inputs."
+)
+
+
+def show_reading(console: Console, about: str, how: str = TIMES) -> None:
     """How the figures are to be read, and what they were measured on."""
     print_wrapped(console, about, indent=0)
     console.print()
-    print_wrapped(
-        console,
-        "A peer's time / clearhead's, median of alternating runs: above 1 clearhead is faster. "
-        "Share: of torch's own matrix product or, with m, of its fastest reading of memory. "
-        "MB: peak over the inputs.",
-        indent=0,
-        style="dim",
-    )
+    print_wrapped(console, how, indent=0, style="dim")
 
 
 def show_lines(console: Console, lines: Sequence[str]) -> None:
