@@ -178,6 +178,19 @@ def test_the_second_call_of_a_kind_is_not_checked_and_gives_the_same_bits(
     assert calls.count(len(LENGTHS)) == 3
 
 
+def test_statistics_of_the_second_call_of_a_kind(no_kinds, monkeypatch):
+    request = dataclasses.replace(ALL, reduce=None)
+    tensors = draw()
+    first, expected = varlen_attention(*tensors, *offsets(LENGTHS), return_aux=request)
+    monkeypatch.setattr(functional, "make_problem", None)
+    out, aux = varlen_attention(*tensors, *offsets(LENGTHS), return_aux=request)
+    assert torch.equal(out, first)
+    for (name, found), (_, other) in zip(
+        sorted(measured(aux).items()), sorted(measured(expected).items()), strict=True
+    ):
+        assert torch.equal(found, other), name
+
+
 def test_what_is_wrong_stays_wrong_after_a_call_of_its_kind(no_kinds):
     tensors = draw()
     cu_q, cu_k = offsets(LENGTHS)

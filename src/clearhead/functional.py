@@ -277,20 +277,18 @@ def varlen_attention(
         and _may_share_a_call(query, key, value, sinks, alibi_slopes, head_mask)
     ):
         q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (query, key, value))
-        kind = None
-        if return_aux is None:
-            kind = kinds.kind_of(q, k, v, None, dropout_p, is_causal, scale, None, None, window,
-                                 softcap, sinks, alibi_slopes, head_mask, deterministic, backend,
-                                 None)  # fmt: skip
-            # However long they are: native's choice rests on no length.
-            kind = kind and ("packed", query.shape[1:], *kind[1:])
-            same = kinds.known(kind)
-            if same is not None:
-                out, _ = native.attend_packed(
-                    q, k, v, sinks, alibi_slopes, head_mask, *same.numbers, bounds_q, bounds_k,
-                    same.names, same.top_k,
-                )  # fmt: skip
-                return _rows_first(out)
+        kind = kinds.kind_of(q, k, v, None, dropout_p, is_causal, scale, None, None, window,
+                             softcap, sinks, alibi_slopes, head_mask, deterministic, backend,
+                             return_aux)  # fmt: skip
+        # However long they are: native's choice rests on no length.
+        kind = kind and ("packed", query.shape[1:], *kind[1:])
+        same = kinds.known(kind)
+        if same is not None:
+            out, aux = native.again_packed(
+                q, k, v, same, sinks, alibi_slopes, head_mask, bounds_q, bounds_k
+            )
+            out = _rows_first(out)
+            return out if return_aux is None else (out, aux.each(_rows_first))
         tensors, rules = sequence(0)
         first = make_problem(*tensors, **rules)
         q, k, v = (t.to(first.dtype) for t in (q, k, v))

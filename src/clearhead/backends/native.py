@@ -136,7 +136,7 @@ def _aux(names: list[str], tensors: list[Tensor]) -> Aux:
 class Again(NamedTuple):
     """What is the same in all calls of a kind (see clearhead.kinds)."""
 
-    numbers: tuple  # scale, left, right, softcap
+    numbers: tuple[float, int | None, int | None, float | None]  # as _numbers has them
     alone: bytes | None  # these packed, for a call of nothing else that needs no gradient
     needs_grad: bool
     names: list[str]  # the statistics that are wanted
@@ -183,6 +183,25 @@ def again(
         _with_axes(2, head_mask), first_key, names, same.top_k,
     )  # fmt: skip
     return out, _aux(names, found) if names else None
+
+
+def again_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    same: Again,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    head_mask: Tensor | None,
+    bounds_q: list[int],
+    bounds_k: list[int],
+) -> tuple[Tensor, Aux]:
+    """`forward_packed` of a call of a kind that these kernels have served."""
+    out, found = _attend_packed(
+        query, key, value, *same.numbers, sinks, alibi_slopes, head_mask, bounds_q, bounds_k,
+        same.names, same.top_k,
+    )  # fmt: skip
+    return out, _aux(same.names, found)
 
 
 def _with_axes(n: int, tensor: Any) -> Any:
