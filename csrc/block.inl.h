@@ -178,10 +178,6 @@ void score_run(const Item &item, const Panel &P, const Block &block, const Data 
   constexpr bool PAIRS = PAIRED<T>;
   const int words = PAIRS ? (int(c.D) + 1) / 2 : int(c.D);
   float *s = item.scores() + v0;
-  for (int n = 0; n < 2; n++)
-    if (data.added[n])
-      foresee_dense(c.added[n], item.b, P.place + v0, (run.v1 - run.v0) * VL, n0 + run.j0,
-                    n0 + run.j1);
   switch (run.v1 - run.v0) {
     case 1: scores<PAIRS, 1>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
     case 2: scores<PAIRS, 2>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;

@@ -33,14 +33,14 @@ INLINE void foresee(const Item &item, const Block &block, int n, int part, int p
     const int64_t h = g * plan.G + panel % plan.G, i = panel / plan.G * ROWS;
     const int64_t start = i + ROWS * part / parts, end = least(i + ROWS * (part + 1) / parts, c.L);
     foresee_rows<T>(c.query, c.query_strides, b, h, start, end, c.D);
-    foresee_rows<T>(c.out, c.out_strides, b, h, start, end, c.Dv);
+    if (c.out) foresee_rows<T>(c.out, c.out_strides, b, h, start, end, c.Dv);
   }
   if (b == item.b && g == item.g) return;
   parts *= item.panels, part += n * (parts / item.panels);
   const int64_t j = block.number * BLOCK, start = j + BLOCK * part / parts;
   const int64_t end = least(j + BLOCK * (part + 1) / parts, c.S);
   foresee_rows<T>(c.key, c.key_strides, b, g, start, end, c.D);
-  foresee_rows<T>(c.value, c.value_strides, b, g, start, end, c.Dv);
+  if (c.out) foresee_rows<T>(c.value, c.value_strides, b, g, start, end, c.Dv);
 }
 
 }  // namespace

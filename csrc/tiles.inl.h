@@ -131,20 +131,6 @@ NOINLINE void read_tile(const T *data, const int64_t *at, int64_t stride, int64_
   }
 }
 
-// Asks for what read_dense will read, before work that takes a while: no processor foresees the way
-// over the rows (a float32 mask of 1024 x 1024 costs 11 % of a call instead of 14; EPYC 9004,
-// 2026-11). Half types are half as long and gained nothing.
-NOINLINE void foresee_dense(const clearhead_dense &dense, int64_t b, const Place *row, int rows,
-                            int64_t j0, int64_t j1) {
-  if (dense.dtype != CLEARHEAD_FLOAT32 || dense.strides[3] != 1 || dense.strides[2] == 0) return;
-  constexpr int LINE = 64 / sizeof(float);
-  for (int r = 0; r < rows; r++) {
-    const float *from = (const float *)dense.data + b * dense.strides[0] +
-                        row[r].h * dense.strides[1] + row[r].i * dense.strides[2];
-    for (int64_t j = j0; j < j1; j += LINE) __builtin_prefetch(from + j, 0, 2);
-  }
-}
-
 NOINLINE void read_dense(const clearhead_dense &dense, int64_t b, const Place *row, int64_t j0,
                          int64_t j1, float *to) {
   int64_t at[VL];
