@@ -290,20 +290,24 @@ def _empty(
         return [], {}
     B, H, L, _ = query.shape
     last = {"top_weights": top_k, "top_keys": top_k, "weights": S}
-    rows = query.new_empty(B, H, L, dtype=torch.float32)
-    filled = {}
-    for name in wanted:
-        if name in ROW_STATISTICS:
-            filled[name] = torch.empty_like(rows)  # the cheapest way to memory
-        elif name == "key_mass":
-            filled[name] = rows.new_empty(B, H, S)
-        else:
+    names = _with_sums(wanted) if "key_mass" in wanted or "weights" in wanted else wanted
+    filled: dict[str, Tensor] = {}
+    rows = None
+    for name in names:
+        if name not in ROW_STATISTICS:
+            shape = (B, H, S) if name == "key_mass" else (B, H, L, last[name])
             dtype = torch.int64 if name == "top_keys" else torch.float32
-            filled[name] = rows.new_empty(B, H, L, last[name], dtype=dtype)
-    found = list(filled.values())
-    if "key_mass" in filled or "weights" in filled:
-        filled = {"m": torch.empty_like(rows), "z": rows, **filled}
-    return found, filled
+            filled[name] = query.new_empty(shape, dtype=dtype)
+        elif rows is None:
+            filled[name] = rows = query.new_empty(B, H, L, dtype=torch.float32)
+        else:
+            filled[name] = torch.empty_like(rows)  # two thirds of the time
+    return list(filled.values())[: len(wanted)], filled
+
+
+def _with_sums(wanted: Sequence[str]) -> list[str]:
+    """The names, and behind them m and z if these are not among them."""
+    return [*wanted, *[name for name in ("m", "z") if name not in wanted]]
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rules: Any) -> Tensor:
@@ -329,7 +333,7 @@ class NativeAttention(torch.autograd.Function):
         ctx: Any, keys: Any, wanted: Sequence[str], top_k: int, first_key: Tensor | None,
         *inputs: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        names = [*wanted, *(name for name in ("m", "z") if name not in wanted)]
+        names = _with_sums(wanted)
         out, found = _aux_below(keys, (*inputs, first_key, names, top_k))
         query, key, value, *rest = inputs
         m, z = (found[names.index(name)] for name in ("m", "z"))
@@ -337,7 +341,7 @@ class NativeAttention(torch.autograd.Function):
         ctx.numbers = rest[:4]
         found = found[: len(wanted)]
         ctx.lse = wanted.index("lse") if "lse" in wanted else None
-        ctx.mark_non_differentiable(*(t for n, t in enumerate(found) if n != ctx.lse))
+        ctx.mark_non_differentiable(*[t for n, t in enumerate(found) if n != ctx.lse])
         return (out, *found)
 
     @staticmethod
