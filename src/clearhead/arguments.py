@@ -112,8 +112,8 @@ def make_problem(
         doc_k=doc_k,
         left=left,
         right=right,
-        scale=_number("scale", scale, 1 / math.sqrt(max(D, 1))),
-        softcap=_softcap(softcap),
+        scale=_of_scores("scale", scale, 1 / math.sqrt(max(D, 1)), query.dtype),
+        softcap=_softcap(softcap, query.dtype),
         dropout_p=_dropout(dropout_p),
         deterministic=bool(deterministic),
         aux=checked(return_aux),
@@ -290,10 +290,23 @@ def _number(name: str, value: object, default: float) -> float:
     return float(value)
 
 
-def _softcap(softcap: float | None) -> float | None:
+def _of_scores(name: str, value: object, default: float, dtype: torch.dtype) -> float:
+    """A number that scores are computed with: no larger than these can be."""
+    number = _number(name, value, default)
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    most = torch.finfo(computed).max
+    if not -most <= number <= most:
+        raise ValueError(
+            f"attention: {name} is {number}; scores are computed in {computed}, which ends at "
+            f"{most:.3g}"
+        )
+    return number
+
+
+def _softcap(softcap: float | None, dtype: torch.dtype) -> float | None:
     if softcap is None:
         return None
-    softcap = _number("softcap", softcap, 0.0)
+    softcap = _of_scores("softcap", softcap, 0.0, dtype)
     if softcap <= 0:
         raise ValueError(
             f"attention: softcap is {softcap}; it must be positive, and None turns it off"

@@ -111,6 +111,12 @@ ERRORS: tuple[Error, ...] = (
           "attention: head_mask has dtype torch.bool; it must be floating"),
     Error("softcap 0", _with(softcap=0.0), ValueError,
           "attention: softcap is 0.0; it must be positive, and None turns it off"),
+    Error("softcap over the numbers", _with(softcap=1e39), ValueError,
+          "attention: softcap is 1e+39; scores are computed in torch.float32, which ends at "
+          "3.4e+38"),
+    Error("scale over the numbers", _with(scale=-1e39), ValueError,
+          "attention: scale is -1e+39; scores are computed in torch.float32, which ends at "
+          "3.4e+38"),
     Error("scale as a tensor", _with(scale=torch.ones(())), TypeError,
           "attention: scale is a Tensor; it must be a number. A tensor of scales can be multiplied "
           "into query instead"),
