@@ -41,6 +41,13 @@ constexpr int QUAD = 4;  // words that are transposed at once
 template <int R>
 constexpr int FEW_COLUMNS = TILE1 / R < 8 ? TILE1 / R : 8;
 
+// Whether rows of V are read in parts. For one or two rows the code that could ask, though it did
+// not, cost a tenth where keys and values came from memory.
+template <int R>
+INLINE bool in_parts_of(int64_t Dv) {
+  return R > 2 && Dv > FEW_COLUMNS<R> * VL;
+}
+
 // Rows j of a tensor where they lie.
 template <class T>
 struct FewRows {
@@ -119,7 +126,7 @@ NOINLINE void few_scores(const FewRows<T> &K, const FewRows<T> &V, const float *
                          float *copy, float *s) {
   constexpr int U = TILE1 / R < 1 ? 1 : TILE1 / R < 4 ? TILE1 / R : 4, KEYS = U * KL;
   constexpr int NUMBERS = PAIRED<T> ? 1 : IN_WORD<T>;
-  const bool in_parts = V.size > FEW_COLUMNS<R> * VL;
+  const bool in_parts = in_parts_of<R>(V.size);
   const int64_t words = few_words<T>(K.size), q_stride = few_stride(K.size);
   const int64_t stretch = PAIRED<T> ? words : stretch_of<false>(K.size) / IN_WORD<T>;
   for (int j = run.j0; j < run.j1; j += KEYS) {

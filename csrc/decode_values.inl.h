@@ -84,7 +84,7 @@ template <class T, int R, int C, bool COUNT>
 INLINE void few_sums(const FewRows<T> &V, const FewRows<T> &next, int64_t c0,
                      const FewWeights &W, int keys, vf (&sum)[R][C], FewSums (&of_p)[R]) {
   constexpr bool PAIRS = PAIRED<T>;
-  const bool in_parts = V.size > FEW_COLUMNS<R> * VL;
+  const bool in_parts = in_parts_of<R>(V.size);
   vf part[R] = {};  // of l, over TILE keys
   UNROLL for (int i = 0; i < R; i++) {
     of_p[i].l = of_p[i].used = vf{};
