@@ -36,18 +36,19 @@ def same_bits(one, other):
 
 
 # Ours / torch's: roots of the mean squares, worst elements averaged over the draws, worst of all
-# draws, which is one number's chance: its bound only finds an element that is wrong outright. 1.0 is
-# what is required. Behind each: the largest of all cells in eight sets of seeds, from 1000, 2000 ...
-# 8000 on, none of them the test's, and the largest that a cell's largest and three standard
+# draws, which is one number's chance: its bound only finds an element that is wrong outright. What
+# is required is 1.0. Behind each: the largest of all cells in eight sets of seeds, from 1000, 2000,
+# ... 8000 on, none of them the test's, and the largest that a cell's largest and three standard
 # deviations of its logarithm come to (AVX-512 with BF16, an EPYC 9004, torch 2.13, 2026-11). Where
 # the second is above a bound, other seeds may be too, though none of those eight sets was.
 MOST_ERROR = {
     torch.float32: (1.0, 1.0, 4.0),  # 0.950 0.962, 0.952 1.067, 1.465 3.916
-    # Ours is the number of the dtype nearest to a float32 result, so no other is nearer by more than
-    # that one's error, for which 1.01 leaves room: a ratio of worst elements ends at 1.000.
+    # Ours is the number of the dtype nearest to a float32 result, so no other is nearer by more
+    # than that one's error, for which 1.01 leaves room: a ratio of worst elements ends at 1.000.
     torch.float16: (1.0, 1.0, 1.01),  # 0.948 0.983, 0.998 1.452, 1.000 1.854
-    # One set of seeds each with AVX-512, AVX2 and generic: at most 0.956, 1.000, 1.000. There float16
-    # came to 0.941, 0.959, 1.000, float32 to 0.952, 0.965, 0.988, with generic 0.980, 0.987, 1.292.
+    # One set of seeds each with AVX-512, AVX2 and generic: at most 0.956, 1.000, 1.000. There
+    # float16 came to 0.941, 0.959, 1.000, float32 to 0.952, 0.965, 0.988, with generic to 0.980,
+    # 0.987, 1.292.
     torch.bfloat16: (1.0, 1.01, 1.01),
 }
 # Products by pairs round the weights to bfloat16, as torch does: chance decides of the worst.
