@@ -45,7 +45,7 @@ MOST_ERROR = {
     torch.float32: (1.0, 1.0, 4.0),  # 0.950 0.962, 0.952 1.067, 1.465 3.916
     # Ours is the number of the dtype nearest to a float32 result, so no other is nearer by more
     # than that one's error, for which 1.01 leaves room: a ratio of worst elements ends at 1.000.
-    torch.float16: (1.0, 1.0, 1.01),  # 0.948 0.983, 0.998 1.452, 1.000 1.854
+    torch.float16: (1.0, 1.01, 1.01),  # 0.948 0.983, 0.998 1.452, 1.000 1.854
     # One set of seeds each with AVX-512, AVX2 and generic: at most 0.956, 1.000, 1.000. There
     # float16 came to 0.941, 0.959, 1.000, float32 to 0.952, 0.965, 0.988, with generic to 0.980,
     # 0.987, 1.292.
