@@ -276,6 +276,24 @@ def test_a_ratio_of_errors_is_ours_over_torchs(dtype, monkeypatch):
 
 
 @pytest.mark.usefixtures("small_draws")
+def test_the_seeds_count_from_the_first():
+    setting = accuracy.Setting("full", 5, 13)
+
+    def error(draws, first):
+        return next(accuracy.measure([setting], dtypes=["float32"], draws=draws, first=first)).ours
+
+    parts = [error(1, first) for first in (4, 5, 6)]
+    assert len({part.rms for part in parts}) == 3 and error(1, 0) not in parts
+    assert error(3, 4) == pytest.approx(
+        (
+            (sum(part.rms**2 for part in parts) / 3) ** 0.5,
+            sum(part.worst for part in parts) / 3,
+            max(part.most for part in parts),
+        )
+    )
+
+
+@pytest.mark.usefixtures("small_draws")
 def test_the_command_writes_its_errors(tmp_path):
     json_path, markdown_path = str(tmp_path / "a.json"), str(tmp_path / "a.md")
     seen = []

@@ -36,41 +36,61 @@ def same_bits(one, other):
 
 
 # Ours / torch's: roots of the mean squares, worst elements averaged over the draws, worst of all
-# draws, which is one number's chance. Beside each what was measured of all that is tested here
-# (AVX-512 with BF16, 2026-11).
+# draws, which is one number's chance: its bound only finds an element that is wrong outright. What
+# is required is 1.0. Behind each: the largest of all cells in eight sets of seeds, from 1000, 2000,
+# ... 8000 on, none of them the test's, and the largest that a cell's largest and three standard
+# deviations of its logarithm come to (AVX-512 with BF16, an EPYC 9004, torch 2.13, 2026-11). Where
+# the second is above a bound, other seeds may be too, though none of those eight sets was.
 MOST_ERROR = {
-    torch.float32: (0.8, 0.9, 1.2),  # 0.42 to 0.69, 0.30 to 0.77, 0.25 to 1.00
-    torch.float16: (0.96, 1.0, 1.0),  # 0.69 to 0.95, 0.72 to 1.00, 0.64 to 1.00
-    # Products by pairs round the weights to bfloat16, as torch does: chance decides of the worst.
-    torch.bfloat16: (1.0, 1.15, 1.3),  # 0.95 to 0.99, 0.91 to 1.09, 0.86 to 1.16
+    torch.float32: (1.0, 1.0, 4.0),  # 0.950 0.962, 0.952 1.067, 1.465 3.916
+    # Ours is the number of the dtype nearest to a float32 result, so no other is nearer by more
+    # than that one's error, for which 1.01 leaves room: a ratio of worst elements ends at 1.000.
+    torch.float16: (1.0, 1.01, 1.01),  # 0.948 0.983, 0.998 1.452, 1.000 1.854
+    # One set of seeds each with AVX-512, AVX2 and generic: at most 0.956, 1.000, 1.000. There
+    # float16 came to 0.941, 0.959, 1.000, float32 to 0.952, 0.965, 0.988, with generic to 0.980,
+    # 0.987, 1.292.
+    torch.bfloat16: (1.0, 1.01, 1.01),
 }
-# Of 128 keys one row of torch's is a product of another kind, which is more exact than its others.
-MOST_ERROR_OF_ONE_ROW = {
-    torch.float32: (1.0, 1.05, 1.25),  # 0.06 to 0.94, 0.04 to 0.96, 0.04 to 1.10
-    torch.float16: (0.97, 1.0, 1.0),  # 0.67 to 0.96, 0.68 to 1.00, 0.62 to 1.00
-    torch.bfloat16: (1.0, 1.25, 1.4),  # 0.92 to 0.99, 0.76 to 1.12, 0.59 to 1.25
-}
-LENGTHS = [128, 512, 2048, 8192, 32768, 65536]
+# Products by pairs round the weights to bfloat16, as torch does: chance decides of the worst.
+MOST_ERROR_BY_PAIRS = (1.0, 1.66, 1.9)  # 0.994 1.035, 1.185 1.658, 1.298 1.891
+
+MANY, ONE = accuracy.RULES[:2], accuracy.RULES[2:]
+# Rules, keys, draws: the worst element of a draw is steadier as a mean over many small draws. Keys
+# of long calls cost more to draw than their rows to compute, so there all rules share them.
+PARTS = [(MANY, 128, 64), (MANY, 512, 24), (MANY, 2048, 8), (MANY, 8192, 6), (ONE, 128, 256),
+         (ONE, 512, 64), (ONE, 2048, 64), (ONE, 8192, 12), (accuracy.RULES, 32768, 4),
+         (accuracy.RULES, 65536, 4)]  # fmt: skip
+CELLS = [
+    *((rules, D, S, 1, draws) for rules, S, draws in PARTS for D in (64, 128)),
+    *((rules, 64, S, 4, draws) for rules, S, draws in PARTS if S <= 8192),
+    (ONE, 128, 128, 4, 256),
+    *((accuracy.RULES, D, 512, 1, 16) for D in (256, 512)),
+]
+
+
+def measured(rules, D, S, spread, draws, dtype, first=0):
+    """The measurement of `clearhead bench --accuracy` by the native kernels, on smaller draws."""
+    rows = accuracy.SINGLE if rules == ONE else accuracy.MOST_ROWS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accuracy, "attention", attend)
+        patch.setattr(accuracy, "MOST_ROWS", rows)
+        patch.setattr(accuracy, "MOST_SCORES", 2**20)
+        patch.setattr(accuracy, "FEWEST_SCORES", 2**10 * rows if rules == ONE else 2**16)
+        settings = [accuracy.Setting(rule, D, S) for rule in rules]
+        name = str(dtype).removeprefix("torch.")
+        yield from accuracy.measure(
+            settings, dtypes=[name], draws=draws, spread=spread, first=first
+        )
 
 
 @pytest.mark.parametrize("dtype", MOST_ERROR, ids=str)
-@pytest.mark.parametrize(
-    ("D", "S", "spread"),
-    [(D, S, 1) for D in (64, 128) for S in LENGTHS]
-    + [(64, S, 4) for S in LENGTHS[:4]]
-    + [(D, 2048, 1) for D in (256, 512)],
-)
-def test_the_error_is_at_most_that_of_torch(D, S, spread, dtype, monkeypatch):
-    """The measurement of `clearhead bench --accuracy`, diffuse and peaked, at every length."""
-    monkeypatch.setattr(accuracy, "attention", attend)
-    monkeypatch.setattr(accuracy, "FEWEST_SCORES", 2**18)  # for the time that it takes
-    settings = [accuracy.Setting(rule, D, S) for rule in accuracy.RULES]
-    name = str(dtype).removeprefix("torch.")
-    for errors in accuracy.measure(
-        settings, dtypes=[name], draws=8 if S <= 512 else 2, spread=spread
-    ):
-        one = errors.setting.rule == "one row"
-        bounds = (MOST_ERROR_OF_ONE_ROW if one else MOST_ERROR)[dtype]
+@pytest.mark.parametrize(("rules", "D", "S", "spread", "draws"), CELLS)
+def test_the_error_is_at_most_that_of_torch(rules, D, S, spread, draws, dtype):
+    """Diffuse and peaked, at every length."""
+    torch.set_num_threads(1)  # torch's sums for one row depend on it
+    pairs = dtype == torch.bfloat16 and library.find_library().isa == "avx512bf16"
+    bounds = MOST_ERROR_BY_PAIRS if pairs else MOST_ERROR[dtype]
+    for errors in measured(rules, D, S, spread, draws, dtype):
         for ratio, bound in zip(errors.ratios, bounds, strict=True):
             assert 0 < ratio <= bound, (errors.setting.name, errors.ratios)
 

@@ -131,12 +131,13 @@ def measure(
     dtypes: Sequence[str] = tuple(DTYPES),
     draws: int = DRAWS,
     spread: float = 1.0,
+    first: int = 0,
     on_start: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Iterator[Errors]:
     """Yield the errors of each setting in each dtype; those of one shape see the same numbers.
 
     Args:
-        dtypes: keys of DTYPES. draws, spread: see `Draw`; the seeds are 0, 1, ...
+        dtypes: keys of DTYPES. draws, spread: see `Draw`; the seeds are first, first + 1, ...
         on_start: told what comes next, the number done, and the number in all.
     """
     shapes = dict.fromkeys((setting.D, setting.S) for setting in settings)
@@ -145,7 +146,7 @@ def measure(
         on_start(f"D {D}, {S} keys, {dtype}", done, len(plan))
         here = [setting for setting in settings if (setting.D, setting.S) == (D, S)]
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in here]
-        for seed in range(draws):
+        for seed in range(first, first + draws):
             draw = Draw(D, S, DTYPES[dtype], spread, seed)
             for setting, errors in zip(here, found, strict=True):
                 gold, rule = draw.gold(setting.rule), setting.rule
