@@ -42,7 +42,7 @@ def same_bits(one, other):
 # deviations of its logarithm come to (AVX-512 with BF16, an EPYC 9004, torch 2.13, 2026-11). Where
 # the second is above a bound, other seeds may be too, though none of those eight sets was.
 MOST_ERROR = {
-    torch.float32: (1.0, 1.0, 4.0),  # 0.950 0.962, 0.952 1.067, 1.465 3.916
+    torch.float32: (1.0, 1.0, 2.0),  # 0.950 0.962, 0.952 1.067, 1.465 3.916
     # Ours is the number of the dtype nearest to a float32 result, so no other is nearer by more
     # than that one's error, for which 1.01 leaves room: a ratio of worst elements ends at 1.000.
     torch.float16: (1.0, 1.01, 1.01),  # 0.948 0.983, 0.998 1.452, 1.000 1.854
@@ -52,7 +52,7 @@ MOST_ERROR = {
     torch.bfloat16: (1.0, 1.01, 1.01),
 }
 # Products by pairs round the weights to bfloat16, as torch does: chance decides of the worst.
-MOST_ERROR_BY_PAIRS = (1.0, 1.66, 1.9)  # 0.994 1.035, 1.185 1.658, 1.298 1.891
+MOST_ERROR_BY_PAIRS = (1.0, 1.3, 1.5)  # 0.994 1.035, 1.185 1.658, 1.298 1.891
 
 MANY, ONE = accuracy.RULES[:2], accuracy.RULES[2:]
 # Rules, keys, draws: the worst element of a draw is steadier as a mean over many small draws. Keys
