@@ -160,7 +160,8 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
   start_panels<T>(item, start, first, end);
   for (int n = 0; n < panels; n++) {
     if (plan.few) memset(item.out(n), 0, plan.few_floats * sizeof(float));
-    if (plan.statistics) start_statistics(c, item.b, item.panel(n), item.statistics(n));
+    if (plan.statistics & (MASSES | TOP))
+      start_statistics(c, item.b, item.panel(n), item.statistics(n));
   }
   constexpr int64_t SPAN = SPAN_BLOCKS * BLOCK;
   if (plan.pieces > 1) {

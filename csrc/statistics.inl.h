@@ -100,18 +100,19 @@ NOINLINE void store_statistics(const Plan &plan, int64_t b, const Panel &P, int 
     const vf w = exp2((load(s + v * VL) - state.m) * plan.exponent) * end.factor;
     return end.empty ? vf{} : w;
   };
-  vf mass[MARKED], top[CLEARHEAD_MAX_TOP_K];
-  for (int t = 0; t < MARKED; t++) mass[t] = weight(X.marked[t]);
+  const Place *row = P.place + v * VL;
+  store_rows(c.entropy, entropy, plan, b, row, rows);
+  store_rows(c.distance, distance, plan, b, row, rows);
+  float *const masses[MARKED] = {c.first_mass, c.previous_mass, c.self_mass};
+  for (int t = 0; t < MARKED; t++)
+    if (masses[t]) store_rows(masses[t], weight(X.marked[t]), plan, b, row, rows);
+  if (!c.top_weights) return;
+  vf top[CLEARHEAD_MAX_TOP_K];
   for (int k = 0; k < c.top_k; k++) {
     top[k] = weight(X.top[k]);
     if (k > 0) top[k] = top[k] > top[k - 1] ? top[k - 1] : top[k];  // exp2 may be an ulp off
   }
-  const Place *row = P.place + v * VL;
-  float *const masses[MARKED] = {c.first_mass, c.previous_mass, c.self_mass};
-  store_rows(c.entropy, entropy, plan, b, row, rows);
-  store_rows(c.distance, distance, plan, b, row, rows);
-  for (int t = 0; t < MARKED; t++) store_rows(masses[t], mass[t], plan, b, row, rows);
-  for (int r = 0; c.top_weights && r < rows; r++)
+  for (int r = 0; r < rows; r++)
     for (int k = 0; k < c.top_k; k++) {
       const int64_t at = row_number(plan, b, row[r]) * c.top_k + k;
       c.top_weights[at] = top[k][r];
