@@ -42,7 +42,7 @@ def same_bits(one, other):
 # deviations of its logarithm come to (AVX-512 with BF16, an EPYC 9004, torch 2.13, 2026-11). Where
 # the second is above a bound, other seeds may be too, though none of those eight sets was.
 MOST_ERROR = {
-    torch.float32: (1.0, 1.0, 2.0),  # 0.950 0.962, 0.952 1.067, 1.465 3.916
+    torch.float32: (1.0, 1.0, 1.5),  # 0.950 0.962, 0.952 1.067, 1.465 3.916
     # Ours is the number of the dtype nearest to a float32 result, so no other is nearer by more
     # than that one's error, for which 1.01 leaves room: a ratio of worst elements ends at 1.000.
     torch.float16: (1.0, 1.01, 1.01),  # 0.948 0.983, 0.998 1.452, 1.000 1.854
@@ -52,7 +52,7 @@ MOST_ERROR = {
     torch.bfloat16: (1.0, 1.01, 1.01),
 }
 # Products by pairs round the weights to bfloat16, as torch does: chance decides of the worst.
-MOST_ERROR_BY_PAIRS = (1.0, 1.3, 1.5)  # 0.994 1.035, 1.185 1.658, 1.298 1.891
+MOST_ERROR_BY_PAIRS = (1.0, 1.2, 1.3)  # 0.994 1.035, 1.185 1.658, 1.298 1.891
 
 MANY, ONE = accuracy.RULES[:2], accuracy.RULES[2:]
 # Rules, keys, draws: the worst element of a draw is steadier as a mean over many small draws. Keys
@@ -107,6 +107,28 @@ def test_softcap_is_exact_near_and_far():
 
 
 # -- torch ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value", "heads", "length", "size"])
+def test_the_ops_refuse_what_would_read_other_memory(which):
+    """Whoever calls them: no check of attention's stands before them."""
+    query, key, value = draw()
+    wrong = {
+        "query": (query[:1], key, value), "key": (query, key[:1], value),
+        "value": (query, key, value[:1]), "heads": (query, key[:, :1], value),
+        "length": (query, key[:, :, :5], value), "size": (query, key[..., :8], value),
+    }[which]  # fmt: skip
+    numbers = (1.0, None, None, None)
+    with pytest.raises(ValueError, match="query, key and value have shapes"):
+        native.attend(*wrong, *numbers)
+    with pytest.raises(ValueError, match="query, key and value have shapes"):
+        native.attend_aux(*wrong, *numbers, *[None] * 10, ["lse"], 0)
+
+
+def test_the_ops_refuse_other_dtypes():
+    query, key, value = draw()
+    with pytest.raises(TypeError, match="they must be alike"):
+        native.attend(query, key.half(), value, 1.0, None, None, None)
 
 
 def _op_arguments(name):

@@ -218,6 +218,7 @@ def run(
 
     Raises:
         NotImplementedError: there is no library.
+        ValueError, TypeError: sizes or dtypes with which it would read other memory.
     """
     if _ended_by:
         _stay()
@@ -228,6 +229,17 @@ def run(
             raise NotImplementedError(f'attention(backend="native"): {lib}')
         B, H, L, D = query.shape
         _, Hkv, S, Dv = value.shape
+        if key.shape != (B, Hkv, S, D) or len(value) != B:
+            raise ValueError(
+                f"clearhead::native: query, key and value have shapes {tuple(query.shape)}, "
+                f"{tuple(key.shape)}, {tuple(value.shape)}; they need (B, H, L, D), (B, Hkv, S, D) "
+                "and (B, Hkv, S, Dv)"
+            )
+        if not query.dtype == key.dtype == value.dtype:
+            raise TypeError(
+                f"clearhead::native: query, key and value are {query.dtype}, {key.dtype} and "
+                f"{value.dtype}; they must be alike"
+            )
         q_b, q_h, q_i, q_d = query.stride()
         k_b, k_h, k_j, k_d = key.stride()
         v_b, v_h, v_j, v_d = value.stride()
