@@ -64,22 +64,22 @@ typedef struct {
 } clearhead_dense;
 
 typedef struct {
-  int64_t B, H, Hkv, L, S, D, Dv;
-  int64_t dtype; /* of query, key, value and out */
-
-  const void *query;         /* (B, H, L, D) */
-  const void *key;           /* (B, Hkv, S, D) */
-  const void *value;         /* (B, Hkv, S, Dv) */
-  void *out;                 /* (B, H, L, Dv), or NULL: then value, Dv and strides are not read */
-  int64_t query_strides[3];  /* the last axis has stride 1, here and below */
-  int64_t key_strides[3];
-  int64_t value_strides[3];
-  int64_t out_strides[3];
+  const void *query; /* (B, H, L, D) */
+  const void *key;   /* (B, Hkv, S, D) */
+  const void *value; /* (B, Hkv, S, Dv) */
+  void *out;         /* (B, H, L, Dv), or NULL: then value, Dv and strides are not read */
 
   clearhead_parallel_for parallel_for; /* NULL runs on the calling thread alone */
   int64_t threads;
   void *workspace;
   int64_t workspace_bytes;
+
+  int64_t B, H, Hkv, L, S, D, Dv;
+  int64_t dtype;            /* of query, key, value and out */
+  int64_t query_strides[3]; /* the last axis has stride 1, here and below */
+  int64_t key_strides[3];
+  int64_t value_strides[3];
+  int64_t out_strides[3];
 
   double scale;
   double softcap;      /* 0 for none */

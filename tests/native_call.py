@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import torch
 
-from clearhead.backends import library
+from clearhead.backends import fields, library
 
-ROWS = library.ROW_STATISTICS
+ROWS = fields.ROW_STATISTICS
 STATISTICS = (*ROWS, "top_k", "key_mass")
 
 
@@ -57,33 +57,33 @@ def run(
     mask, added = (attn_mask, None) if is_bool else (None, attn_mask)
     longest = max_lengths or (L, S)
     batch = B if cu_q is None else len(cu_q) - 1
-    at = library._address
+    at = fields.address_of
     floats = [None if t is None else t.float().contiguous()
               for t in (sinks, alibi_slopes, head_mask)]  # fmt: skip
     sinks, slopes, head_mask = floats
     threads = threads or torch.get_num_threads()
-    call = ctypes.create_string_buffer(library._CALL.size)
-    fields = [
-        batch, H, Hkv, *longest, D, Dv, library.DTYPES[query.dtype],
+    call = ctypes.create_string_buffer(fields.CALL.size)
+    values = [
         *map(at, (query, key, value, found["out"])),
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *found["out"].stride()[:3],
         library.find_library().parallel_for, threads, 0, 0,
+        batch, H, Hkv, *longest, D, Dv, fields.DTYPES[query.dtype],
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *found["out"].stride()[:3],
         D**-0.5 if scale is None else scale, softcap or 0.0,
-        library.NO_LIMIT if left is None else left, library.NO_LIMIT if right is None else right,
-        *(field for t in (mask, added, bias) for field in library._dense(t, B, H, L, S)),
-        *library._spread(key_mask, B, S), at(doc_q), at(doc_k),
-        *library._spread(doc_q, B, L)[1:], *library._spread(doc_k, B, S)[1:],
-        at(sinks), *library._spread(slopes, batch, H), *library._spread(head_mask, batch, H),
+        fields.NO_LIMIT if left is None else left, fields.NO_LIMIT if right is None else right,
+        *(field for t in (mask, added, bias) for field in fields.dense_fields(t, B, H, L, S)),
+        *fields.spread(key_mask, B, S), at(doc_q), at(doc_k),
+        *fields.spread(doc_q, B, L)[1:], *fields.spread(doc_k, B, S)[1:],
+        at(sinks), *fields.spread(slopes, batch, H), *fields.spread(head_mask, batch, H),
         at(cu_q), at(cu_k), *(at(found.get(name)) for name in ROWS),
-        *library._spread(first_key, B, L), at(found.get("top_weights")), at(found.get("top_keys")),
+        *fields.spread(first_key, B, L), at(found.get("top_weights")), at(found.get("top_keys")),
         top_k, at(found.get("key_mass")), at(found.get("weights")),
     ]  # fmt: skip
-    library._CALL.pack_into(call, 0, *fields)
+    fields.CALL.pack_into(call, 0, *values)
     needed = ctypes.c_int64()
     _succeed(library.find_library().workspace(call, ctypes.byref(needed)))
     workspace = torch.full((needed.value,), 255, dtype=torch.uint8)  # NaN
-    fields[26:28] = at(workspace), needed.value
-    library._CALL.pack_into(call, 0, *fields)
+    values[6:8] = at(workspace), needed.value
+    fields.CALL.pack_into(call, 0, *values)
     _succeed(library.find_library().forward(call))
     return SimpleNamespace(**found)
 

@@ -56,9 +56,12 @@ RULES = {
     "backends.chunked": Rule(
         ours=("backends.blocks", "backends.dense", "backends.statistics", "textbook", *CALL)
     ),
-    # library and autograd are parts of native, no backends.
-    "backends.native": Rule(ours=("backends.library", "backends.autograd", *CALL)),
-    "backends.library": Rule(),
+    # fields, library and autograd are parts of native, no backends.
+    "backends.native": Rule(
+        ours=("backends.library", "backends.fields", "backends.autograd", *CALL)
+    ),
+    "backends.library": Rule(ours=("backends.fields",)),
+    "backends.fields": Rule(),
     "backends.autograd": Rule(),
     "kinds": Rule(ours=("backends", *CALL)),
     "explanation": Rule(ours=("backends", "arguments", *CALL)),

@@ -86,7 +86,7 @@ def test_without_a_library_others_serve_and_say_so(monkeypatch):
 
 def test_a_library_of_another_version_is_not_called(monkeypatch):
     monkeypatch.setattr(library, "_loaded", [])
-    monkeypatch.setattr(library, "_CALL", struct.Struct("@8q"))
+    monkeypatch.setattr(library, "CALL", struct.Struct("@8q"))
     assert "another version" in explain(*draw()).reasons["native"]
 
 

@@ -1,11 +1,13 @@
 """Packed sequences in one call of the native kernels: each has the bits that it has alone."""
 
+import struct
+
 import pytest
 import torch
 from native_call import ROWS, STATISTICS, run
 from torch.testing import assert_close
 
-from clearhead.backends import library
+from clearhead.backends import fields, library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS_Q = (5, 0, 130, 1, 60, 48, 7)
@@ -89,7 +91,7 @@ def test_offsets_that_do_not_fit_are_refused(cu_q, cu_k):
 
 
 def test_a_small_workspace_is_refused():
-    """The last field of the head of a call that is otherwise whole."""
+    """The last of the addresses of a call that is otherwise whole."""
     x = torch.ones(1, 2, 9, 4)
     lib, told = library.find_library(), []
 
@@ -98,11 +100,11 @@ def test_a_small_workspace_is_refused():
 
         @staticmethod
         def forward(call):
-            place = library._HEAD.size - 8
-            (room,) = library.struct.unpack_from("@q", call, place)
-            library.struct.pack_into("@q", call, place, room - 1)
+            place = fields.ADDRESSES.size - 8
+            (room,) = struct.unpack_from("@q", call, place)
+            struct.pack_into("@q", call, place, room - 1)
             told.append(lib.forward(call))
-            library.struct.pack_into("@q", call, place, room)
+            struct.pack_into("@q", call, place, room)
             return lib.forward(call)
 
     with pytest.MonkeyPatch.context() as patch:

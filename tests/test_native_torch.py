@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from clearhead import AuxRequest, attention
-from clearhead.backends import library, native
+from clearhead.backends import fields, library, native
 from clearhead.benchmarks import accuracy
 from clearhead.testing import CASES
 
@@ -179,14 +179,14 @@ def test_every_field_of_the_struct_gets_what_its_name_says(monkeypatch):
             for n in range(int(count.rstrip("]") or 1) if count else 1):
                 which = f"{base}[{n}]" if count else base
                 dense = "clearhead_dense" in kind or "clearhead_dense" in line
-                fields = ("data", *"bhij", "dtype") if dense else ("",)
-                names += [f"{which}.{field}".rstrip(".") for field in fields if base]
-    assert len(names) * 8 == library._CALL.size
+                parts = ("data", *"bhij", "dtype") if dense else ("",)
+                names += [f"{which}.{field}".rstrip(".") for field in parts if base]
+    assert len(names) * 8 == fields.CALL.size
 
     calls, real = [], library.find_library()
 
     def forward(call):
-        calls.append(dict(zip(names, library._CALL.unpack(call), strict=True)))
+        calls.append(dict(zip(names, fields.CALL.unpack(call), strict=True)))
         return real.forward(call)
 
     monkeypatch.setattr(library, "find_library", lambda: real._replace(forward=forward))
@@ -283,10 +283,10 @@ def test_second_derivatives():
 
 def test_the_c_interface_refuses_what_does_not_fit():
     lib = ctypes.CDLL(str(library._find()))
-    call = ctypes.create_string_buffer(library._CALL.size)
+    call = ctypes.create_string_buffer(fields.CALL.size)
     sizes = struct.Struct("@8q")
     bad_size, bad_head_size, bad_dtype, bad_pointer = 1, 2, 3, 4
-    for fields, status in (
+    for numbers, status in (
         ((1, 4, 3, 5, 5, 8, 8, 0), bad_size),
         ((1, 4, 2, 0, 5, 8, 8, 0), bad_size),
         ((1, 4, 2, 2**31, 5, 8, 8, 0), bad_size),
@@ -294,7 +294,7 @@ def test_the_c_interface_refuses_what_does_not_fit():
         ((1, 4, 2, 5, 5, 8, 8, 3), bad_dtype),
         ((1, 4, 2, 5, 5, 8, 8, 0), bad_pointer),
     ):
-        sizes.pack_into(call, 0, *fields)
+        sizes.pack_into(call, fields.ADDRESSES.size, *numbers)
         assert lib.clearhead_forward(call) == status
 
 

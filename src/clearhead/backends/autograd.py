@@ -34,10 +34,15 @@ def below(op: Any, kernel: Callable) -> Callable[[Any, Sequence], Any]:
 
 
 def register(
-    library: torch.library.Library, op: Any, kernel: Callable, with_gradients: Callable
+    library: torch.library.Library,
+    op: Any,
+    kernel: Callable,
+    with_gradients: Callable,
+    tensors: int | None = None,
 ) -> Callable:
     """Give an op of a library, and its kernel for a CPU, a backward pass: with_gradients(keys,
     *inputs) runs the calls that need one. Trailing inputs may be missing where they have defaults.
+    All tensors are among the first `tensors` inputs.
 
     Returns a function that does the same beside the dispatcher, for plain tensors on a CPU that
     nobody watches.
@@ -45,7 +50,7 @@ def register(
     run = below(op, kernel)
 
     def autograd(keys: Any, *inputs: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs[:tensors]):
             return with_gradients(keys, *inputs)
         return kernel(*inputs) if keys == _PLAIN else run(keys, inputs)
 

@@ -18,16 +18,8 @@ from torch import Tensor
 from ..problem import Problem, in_transform
 from ..results import Aux, TopK
 from . import autograd
-from .library import (
-    ROW_STATISTICS,
-    Library,
-    bare_rules,
-    empty_out,
-    find_library,
-    rules_of,
-    run,
-    threads,
-)
+from .fields import ROW_STATISTICS, bare_rules, empty_out, rules_of
+from .library import Library, find_library, run, threads
 
 NAME = "native"
 MAX_HEAD_SIZE = 512
@@ -389,5 +381,5 @@ for _op, _kernel, _unreal in (
     _ops.impl(_op._opname, _kernel, "CPU")
     if _unreal is not None:
         torch.library.register_fake(_op._schema.name, _unreal, lib=_ops)
-_attend_here = autograd.register(_ops, attend, _attend, _with_gradients)
+autograd.register(_ops, attend, _attend, _with_gradients, tensors=3)
 _attend_aux_here = autograd.register(_ops, attend_aux, _attend_aux, _aux_with_gradients)
