@@ -138,7 +138,7 @@ def attention(
                                     key_mask, head_mask)  # fmt: skip
             if return_aux is None or aux is None:
                 return out
-            return out, _reduced(aux, return_aux, None)
+            return out, aux if return_aux.reduce is None else _reduced(aux, return_aux, None)
     problem = make_problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, bias=bias,
         key_mask=key_mask, window=window, documents=documents, softcap=softcap, sinks=sinks,

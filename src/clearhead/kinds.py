@@ -12,11 +12,12 @@ path each time, which gives the same bits.
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
 from . import backends
 from .backends import native
-from .problem import Problem, in_transform
+from .problem import Problem
 from .results import AuxRequest
 from .visibility import Window
 
@@ -32,6 +33,18 @@ _INFERENCE = _set_of(_key.CPU) | _set_of(_key.AutocastCPU)
 _ORDINARY = _INFERENCE | _set_of(_key.ADInplaceOrView) | _set_of(_key.AutogradCPU)
 _PLAIN = frozenset({_INFERENCE.raw_repr(), _ORDINARY.raw_repr()})
 _keys_of = torch._C._dispatch_keys
+
+# What torch adds to the keys of all tensors while no mode, transform or tracer is at work, outside
+# inference_mode and under it; and what it takes from them unless autocast is on. Two calls, not one
+# for each of these: where a long call came before, what is called has left the caches, and to fetch
+# it again takes longer than to run it.
+_added, _taken = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+_UNDER_INFERENCE = _set_of(_key.BackendSelect)
+_NOTHING_AT_WORK = frozenset(
+    {_UNDER_INFERENCE.raw_repr(), (_UNDER_INFERENCE | _set_of(_key.ADInplaceOrView)).raw_repr()}
+)
+_USUAL = frozenset({bool, int, str, type(None)})  # types of what an AuxRequest holds
+_AUTOCAST = _set_of(_key.AutocastCPU).raw_repr()
 
 
 def kind_of(
@@ -69,11 +82,9 @@ def kind_of(
     """
     if (
         torch.compiler.is_compiling()
-        or in_transform()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._dispatch_tls_is_dispatch_key_included(_key.PreDispatch)
-        or torch._C._get_tracing_state() is not None
-        or torch._C._is_any_autocast_enabled()
+        or _added().raw_repr() not in _NOTHING_AT_WORK
+        or not _taken().raw_repr() & _AUTOCAST
+        or forward_ad._current_level >= 0
         or torch._C._autograd._profiler_enabled()
     ):
         return None
@@ -89,14 +100,14 @@ def kind_of(
         if not isinstance(tensor, Tensor) or _keys_of(tensor).raw_repr() not in _PLAIN:
             return None
         needs_grad = needs_grad or tensor.requires_grad
-    if not query.ndim == key.ndim == value.ndim == 4:
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    if not len(of_query) == len(of_key) == len(of_value) == 4:
         return None
-    B, Hkv, S, D = key.shape
-    shape = value.shape
+    B, Hkv, S, D = of_key
     if (
-        shape[2] != S
+        of_value[2] != S
         or S == 0
-        or not query.shape[0] == B == shape[0]
+        or not of_query[0] == B == of_value[0]
         or (scale is not None and type(scale) is not float)
         or (softcap is not None and type(softcap) is not float)
         or (window is not None and not _is_window(window))
@@ -109,7 +120,7 @@ def kind_of(
     if asked == ():
         return None
     return (
-        query.shape, query.dtype, B, Hkv, D, key.dtype, shape[0], shape[1], shape[3], value.dtype,
+        of_query, query.dtype, B, Hkv, D, key.dtype, of_value[1], of_value[3], value.dtype,
         bool(is_causal), window, scale, softcap, bool(deterministic), backend,
         needs_grad and torch.is_grad_enabled(), asked, None if alone else _facts(S, *more),
     )  # fmt: skip
@@ -125,8 +136,8 @@ def _asked(request: AuxRequest, key_mask: Tensor | None) -> tuple:
         return ()
     if request.reduce is not None and (type(request.reduce) is not str or key_mask is not None):
         return ()
-    asked = request.asked
-    return (*asked, request.top_k, request.reduce) if asked else ()
+    asked = tuple(vars(request).values())
+    return asked if any(asked[:-1]) and _USUAL.issuperset(map(type, asked)) else ()
 
 
 def _facts(S: int, *tensors: Tensor | None) -> tuple:

@@ -165,13 +165,12 @@ def rules_of(
     start and end. What is `found` has the struct's names, and is dense.
     """
     B, H, L, S = shape
-    numbers = bare_rules(scale, left, right, softcap)[: _NUMBERS.size]
-    statistics = _NO_STATISTICS if not found else _statistics(found, first_key, B, L)
+    bare = bare_rules(scale, left, right, softcap)
     if (
         float_mask is bias is sinks is alibi_slopes is mask is None
-        and key_mask is doc_q is doc_k is head_mask is offsets is None
+        and key_mask is doc_q is doc_k is head_mask is offsets is first_key is None
     ):
-        return numbers + _NO_RULES + statistics, ()
+        return with_statistics(bare, found) if found else bare, ()
     float_mask, bias = _readable(float_mask), _readable(bias)
     sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
     alibi_slopes, head_mask = (_in(torch.float32, t) for t in (alibi_slopes, head_mask))
@@ -185,10 +184,18 @@ def rules_of(
         cu_q, cu_q and cu_q + 8 * (B + 1),
     )  # fmt: skip
     alive = float_mask, bias, sinks, alibi_slopes, head_mask, doc_q, doc_k, offsets
-    return numbers + rules + statistics, alive
+    rules = bare[: _NUMBERS.size] + rules + _NO_STATISTICS
+    return with_statistics(rules, found, first_key, B, L) if found else rules, alive
 
 
-def _statistics(found: dict[str, Tensor], first_key: Tensor | None, B: int, L: int) -> bytes:
+def with_statistics(
+    rules: bytes,
+    found: dict[str, Tensor],
+    first_key: Tensor | None = None,
+    B: int = 0,
+    L: int = 0,
+) -> bytes:
+    """The rules of a call that asks for nothing else, asking for what is `found`."""
     fields = [0] * len(_FIELD)
     for name, tensor in found.items():
         fields[_FIELD[name]] = tensor.data_ptr()
@@ -196,7 +203,7 @@ def _statistics(found: dict[str, Tensor], first_key: Tensor | None, B: int, L: i
         fields[_FIELD["first_key"] : _FIELD["top_weights"]] = spread(first_key, B, L)
     if "top_weights" in found:
         fields[_FIELD["top_k"]] = found["top_weights"].shape[-1]
-    return _STATISTICS.pack(*fields)
+    return rules[: -_STATISTICS.size] + _STATISTICS.pack(*fields)
 
 
 def _readable(tensor: Tensor | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..problem import Problem, in_transform
 from ..results import Aux, TopK
 from . import autograd
-from .fields import ROW_STATISTICS, bare_rules, empty_out, rules_of
+from .fields import ROW_STATISTICS, bare_rules, empty_out, rules_of, with_statistics
 from .library import Library, find_library, run, threads
 
 NAME = "native"
@@ -117,9 +117,10 @@ def _numbers(problem: Problem) -> tuple[float, int | None, int | None, float | N
 
 def _aux(names: list[str], tensors: list[Tensor]) -> Aux:
     """What the op found, by the names of Aux."""
-    found = dict(zip(names, tensors, strict=True))
-    top_k = TopK(*(found.pop(name) for name in TOP_K["top_k"])) if "top_weights" in found else None
-    return Aux(**found, top_k=top_k)
+    found: dict = dict(zip(names, tensors, strict=True))
+    if "top_weights" in found:
+        found["top_k"] = TopK(*(found.pop(name) for name in TOP_K["top_k"]))
+    return Aux(**found)
 
 
 # -- beside the ops -------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class Again(NamedTuple):
     """What is the same in all calls of a kind (see clearhead.kinds)."""
 
     numbers: tuple[float, int | None, int | None, float | None]  # as _numbers has them
-    alone: bytes | None  # these packed, for a call of nothing else that needs no gradient
+    alone: bytes | None  # these packed, for a call of no other tensors that needs no gradient
     needs_grad: bool
     names: list[str]  # the statistics that are wanted
     top_k: int
@@ -140,7 +141,7 @@ def again_of(problem: Problem) -> Again:
     p, names, numbers = problem, _wanted(problem), _numbers(problem)
     tensors = (*p.differentiable, p.head_mask)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    alone = all(t is None for t in (*tensors[3:], p.mask, p.key_mask)) and not names
+    alone = all(t is None for t in (*tensors[3:], p.mask, p.key_mask))
     packed = bare_rules(*numbers) if alone and not needs_grad else None
     return Again(numbers, packed, needs_grad, names, p.aux.top_k)
 
@@ -159,20 +160,24 @@ def again(
 ) -> tuple[Tensor, Aux | None]:
     """`forward` of a call of a kind that these kernels have served, its tensors as they came. No
     Aux if nothing is wanted in it."""
+    names, top_k = same.names, same.top_k
     if same.alone is not None:
-        return run(query, key, value, same.alone), None
+        if not names:
+            return run(query, key, value, same.alone), None
+        found, filled = _empty(query, key.shape[2], names, top_k)
+        return run(query, key, value, with_statistics(same.alone, filled)), _aux(names, found)
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     mask, float_mask = (attn_mask, None) if boolean else (None, attn_mask)
     if key_mask is not None:
         key_mask = _with_axes(2, key_mask).expand(-1, key.shape[2])
-    names, first_key = same.names, None
+    first_key = None
     if key_mask is not None and "first_mass" in names:
         first_key = Problem(query, key, value, key_mask=key_mask).first_key
     kernel = _attend_aux_here if same.needs_grad else _attend_aux
     out, found = kernel(
         query, key, value, *same.numbers, _with_axes(4, float_mask), _with_axes(4, bias), sinks,
         _with_axes(2, alibi_slopes), _with_axes(4, mask), key_mask, None, None,
-        _with_axes(2, head_mask), first_key, names, same.top_k,
+        _with_axes(2, head_mask), first_key, names, top_k,
     )  # fmt: skip
     return out, _aux(names, found) if names else None
 
@@ -284,16 +289,13 @@ def _empty(
     last = {"top_weights": top_k, "top_keys": top_k, "weights": S}
     names = _with_sums(wanted) if "key_mass" in wanted or "weights" in wanted else wanted
     filled: dict[str, Tensor] = {}
-    rows = None
     for name in names:
-        if name not in ROW_STATISTICS:
+        if name in ROW_STATISTICS:
+            filled[name] = query.new_empty(B, H, L, dtype=torch.float32)
+        else:
             shape = (B, H, S) if name == "key_mass" else (B, H, L, last[name])
             dtype = torch.int64 if name == "top_keys" else torch.float32
             filled[name] = query.new_empty(shape, dtype=dtype)
-        elif rows is None:
-            filled[name] = rows = query.new_empty(B, H, L, dtype=torch.float32)
-        else:
-            filled[name] = torch.empty_like(rows)  # two thirds of the time
     return list(filled.values())[: len(wanted)], filled
 
 
