@@ -1,7 +1,7 @@
 // exp2, exp, log and tanh of vectors.
 //
-// exp2(0) is exactly 1 (else every block of keys would rescale the older ones), 2^-200 is exactly 0
-// and NaN stays NaN.
+// exp2(0) is exactly 1 (else every block of keys would rescale the older ones), 2^EXP2_LEAST is
+// exactly 0 and NaN stays NaN. Numbers below the normal ones may be 0 as well.
 
 namespace {
 

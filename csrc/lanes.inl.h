@@ -170,12 +170,18 @@ INLINE V splat_word(const float *word) {
   return V(bits - whole{});
 }
 
-// x = n + rest, n whole and rest from -1/2 to 1/2, for x from EXP2_LEAST to 0; below it as there.
+constexpr float TO_WHOLE = 12582912.f;  // 1.5 * 2^23: adding it rounds to a whole number
+
+// x = n + rest, n whole and rest from -1/2 to 1/2, for x from -127; below it as there.
 INLINE vf whole_by_adding(vf x, vf &rest) {
-  const vf round = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const vf y = vmax(splat(EXP2_LEAST), x), n = (y + round) - round;
+  const vf y = vmax(splat(-127.f), x), n = (y + TO_WHOLE) - TO_WHOLE;
   rest = y - n;
   return n;
+}
+
+// p 2^n for such an n, whose last bits the sum holds: 0 for -127, the exponent of no normal number.
+INLINE vf times_power_by_adding(vf p, vf n) {
+  return p * vf((vu(n + TO_WHOLE) << 23) + (127u << 23));
 }
 
 // -- moves -----------------------------------------------------------------------------------------

@@ -12,10 +12,7 @@ namespace {
 
 INLINE vf vmax(vf a, vf b) { return vf(_mm256_max_ps(__m256(a), __m256(b))); }
 
-INLINE vf times_power_of_two(vf p, vf n) {
-  const vi whole = vi(_mm256_cvtps_epi32(__m256(n))), half = whole >> 1;
-  return p * vf((half + 127) << 23) * vf((whole - half + 127) << 23);
-}
+INLINE vf times_power_of_two(vf p, vf n) { return times_power_by_adding(p, n); }
 
 INLINE vf rounded(vf x) {
   __asm__("" : "+x"(x));

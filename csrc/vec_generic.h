@@ -17,10 +17,7 @@ namespace {
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
 // p * 2^n, n a whole number from -250 to 250. In two steps, for a result that is denormal.
-INLINE vf times_power_of_two(vf p, vf n) {
-  const vi whole = __builtin_convertvector(n, vi), half = whole >> 1;
-  return p * vf((half + 127) << 23) * vf((whole - half + 127) << 23);
-}
+INLINE vf times_power_of_two(vf p, vf n) { return times_power_by_adding(p, n); }
 
 // x, which the compiler may not fuse with what it is added to.
 INLINE vf rounded(vf x) {

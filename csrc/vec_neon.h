@@ -15,10 +15,7 @@ namespace {
 // vmaxq_f32 would give NaN where either is NaN; wanted is b.
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
-INLINE vf times_power_of_two(vf p, vf n) {
-  const vi whole = vi(vcvtq_s32_f32(float32x4_t(n))), half = whole >> 1;
-  return p * vf((half + 127) << 23) * vf((whole - half + 127) << 23);
-}
+INLINE vf times_power_of_two(vf p, vf n) { return times_power_by_adding(p, n); }
 
 // x, which the compiler may not fuse with what it is added to.
 INLINE vf rounded(vf x) {
