@@ -106,9 +106,10 @@ void see_block(const Item &item, Block &block, int n) {
   Move old[NV];
   Sums sums[NV] = {};
   for (int v = 0; v < P.vectors; v++) store(m + v * VL, P.state[v].m);
-  for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
-    foresee<T>(item, block, n, int(run - sight.runs), sight.count * 2),
-        score_run<T>(item, P, block, sight.data, *run, item.q(n), m);
+  for (const Run *run = sight.runs; run < sight.runs + sight.count; run++) {
+    foresee<T>(item, block, n, int(run - sight.runs), sight.count * 2);
+    score_run<T>(item, P, block, sight.data, *run, item.q(n), m);
+  }
   for (int v = 0; v < P.vectors; v++) {
     const vf base_i = base_of(load(m + v * VL));
     old[v] = move(P.state[v].m, base_i, item.plan.exponent);

@@ -52,8 +52,8 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
     lines = [
         heading(about),
         "Figures are a peer's time / ours, median (quartiles) of alternating runs: above 1 ours is",
-        "faster. Share: of torch's own matrix product in that dtype, or, with m, of its fastest",
-        "reading of memory. MB: peak over the inputs.",
+        "faster. Share: of torch's own matrix product, in that dtype or in float32 where that is",
+        "faster, or, with m, of its fastest reading of memory. MB: peak over the inputs.",
     ]
     for threads in dict.fromkeys(row.threads for row in rows):
         part = [row for row in rows if row.threads == threads]

@@ -32,8 +32,8 @@ class Row:
     Attributes:
         backend: what `explain` says of the call. error: share of the budget of
             `clearhead.testing` that our worst element used. seconds: median of our times.
-        share: of the machine's own matrix product (bound "gemm"), or of its fastest reading
-            (bound "memory").
+        share: of the machine's own matrix product (bound "gemm"), in the case's dtype or in float32
+            where that is faster, or of its fastest reading (bound "memory").
         ratios: their time / ours, by peer. mb: peak memory over the inputs, likewise.
         reasons: why a peer has no ratio.
     """
@@ -116,7 +116,8 @@ def measure(
             torch.set_num_threads(n)
             torch.manual_seed(0)
             if (n, dtype) not in peaks:
-                peaks[n, dtype] = gemm_flops(DTYPES[dtype]), read_bytes()
+                products = {torch.float32, DTYPES[dtype]}
+                peaks[n, dtype] = max(map(gemm_flops, products)), read_bytes()
             yield _row(Row(case, dtype, n), names, seconds, memory, *peaks[n, dtype])
     finally:
         torch.set_num_threads(before)
