@@ -174,7 +174,8 @@ void run_item(const Plan &plan, int64_t number, float *workspace) {
     memset(item.total(n), 0, plan.out_floats * sizeof(float));
   for (int64_t n0 = first / BLOCK * BLOCK; n0 < end; n0 += BLOCK) {
     Block block;
-    block.number = (n0 - first) / BLOCK, block.next = number + plan.workers;
+    block.number = (n0 - first) / BLOCK;
+    block.next = plan.foresees ? number + plan.workers : plan.items;
     if (start_block(item, n0, end, block))
       for (int n = 0; n < panels; n++)
         plan.few ? see_few<T>(item, block) : see_block<T>(item, block, n);

@@ -32,6 +32,7 @@ struct Plan {
   int64_t first_span;   // of the first piece
   int64_t items;        // of the whole call
   int64_t workers;      // that share them
+  bool foresees;        // each asks for what its next item will touch
   int64_t L_stored, S_stored;  // of the axes (B, H, L) and (B, H, S) of m, z and the statistics
   bool raw;             // scores stay q . k, and the scale goes into the exponent
   float scale, exponent;  // exp(s - m) = exp2((s - m) * exponent)

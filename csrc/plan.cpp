@@ -12,6 +12,8 @@ constexpr int64_t LINE = 64 / sizeof(float);  // floats of a cache line
 // Panels in flight stay within half of a 1 MB second-level cache.
 constexpr int64_t PANEL_FLOATS = (512 << 10) / sizeof(float);
 
+constexpr int64_t FORESEEN_BYTES = 1 << 20, FORESEEING_LANES = 16;  // see foresee.inl.h
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t whole_lines(int64_t floats) { return ceil_div(floats, LINE) * LINE; }
@@ -105,6 +107,9 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
   p.pieces = pieces_of(job, p, heads, p.first_span);
   p.items = heads * p.groups * p.pieces;
   p.workers = job.workers;
+  const int64_t rows_of_all = (job.whole->cu_q ? 1 : c.B) * (c.H * p.L_stored + c.Hkv * p.S_stored);
+  p.foresees = kernel.lanes >= FORESEEING_LANES &&
+               rows_of_all * (c.D + c.Dv) * bytes_of(c.dtype) > FORESEEN_BYTES;
 
   // Folding the scale needs a positive factor that is a normal float32; a score of -inf times 0
   // would be NaN.
