@@ -36,7 +36,6 @@ constexpr bool PAIRED = false;
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-constexpr float EXP2_LEAST = -200;  // from here down exp2 is 0
 
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vi splat(int32_t x) { return x - vi{}; }
@@ -172,14 +171,15 @@ INLINE V splat_word(const float *word) {
 
 constexpr float TO_WHOLE = 12582912.f;  // 1.5 * 2^23: adding it rounds to a whole number
 
-// x = n + rest, n whole and rest from -1/2 to 1/2, for x from -127; below it as there.
+// x = n + rest, n whole and rest from -1/2 to 1/2, for x from EXP2_LEAST; below it as there.
 INLINE vf whole_by_adding(vf x, vf &rest) {
-  const vf y = vmax(splat(-127.f), x), n = (y + TO_WHOLE) - TO_WHOLE;
+  const vf y = vmax(splat(EXP2_LEAST), x), n = (y + TO_WHOLE) - TO_WHOLE;
   rest = y - n;
   return n;
 }
 
-// p 2^n for such an n, whose last bits the sum holds: 0 for -127, the exponent of no normal number.
+// p 2^n for such an n, whose last bits the sum holds; 0 for n = -127, which is no exponent of a
+// normal number.
 INLINE vf times_power_by_adding(vf p, vf n) {
   return p * vf((vu(n + TO_WHOLE) << 23) + (127u << 23));
 }

@@ -5,6 +5,7 @@ constexpr int VL = 16;
 constexpr int KL = 8;
 constexpr int TILE = 8;    // 8 x 3 sums + 3 rows + 1 broadcast = 28 registers
 constexpr int TILE1 = 16;  // 16 sums + 1 + 1
+constexpr float EXP2_LEAST = -200;  // from here down exp2 is 0
 
 #include "lanes.inl.h"
 
