@@ -70,7 +70,12 @@ class Layer:
 
 # -- ours ------------------------------------------------------------------------------------------
 
-STATISTICS = AuxRequest(lse=True, max_logit=True, entropy=True)
+# What cases of a kind ask for; `without` is the same call without it.
+ASKED = {
+    "weights": AuxRequest(weights=True),
+    "statistics": AuxRequest(lse=True, max_logit=True, entropy=True),
+    "deterministic": None,
+}
 
 
 def clearhead_call(call: Call) -> Run:
@@ -80,15 +85,16 @@ def clearhead_call(call: Call) -> Run:
         packed, offsets = call.packed(), call.case.offsets()
         return lambda: varlen_attention(*packed, offsets, offsets, is_causal=case.causal)
     tensors = call.query, call.key, call.value
-    wanted = {"weights": AuxRequest(weights=True), "statistics": STATISTICS}.get(case.kind)
-    if wanted is None:
-        return lambda: attention(*tensors, **rules)
-    return lambda: attention(*tensors, **rules, return_aux=wanted)[0]
+    asked = ASKED.get(case.kind)
+    if asked is not None:
+        return lambda: attention(*tensors, **rules, return_aux=asked)[0]
+    deterministic = case.kind == "deterministic"
+    return lambda: attention(*tensors, **rules, deterministic=deterministic)
 
 
 def clearhead_without(call: Call) -> Run:
-    """Ours again, without what a case asks for beside the output: what asking costs."""
-    if call.case.kind not in ("weights", "statistics"):
+    """Ours again, without what a case asks for beside a plain call: what asking costs."""
+    if call.case.kind not in ASKED:
         raise NotImplementedError("the case asks for nothing beside its output")
     return lambda: attention(call.query, call.key, call.value, **call.rules)
 
@@ -131,7 +137,7 @@ def sdpa(call: Call) -> Run:
 def flex(call: Call) -> Run:
     """FlexAttention, compiled, with a block mask."""
     case = call.case
-    if case.kind in ("weights", "statistics", "mask", "packed"):
+    if case.kind in (*ASKED, "mask", "packed"):
         raise NotImplementedError(f"not set up for {case.kind}")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 KINDS = (
     "prefill", "chunked prefill", "decode", "window", "padding", "packed", "mask", "weights",
-    "statistics", "layer", "lengths", "heads",
+    "statistics", "deterministic", "layer", "lengths", "heads",
 )  # fmt: skip
 
 
@@ -136,6 +136,8 @@ CASES = (
     _twelve("GPT-2 prompt, weights", 512, True, kind="weights"),
     _twelve("GPT-2 prompt, statistics", 512, True, kind="statistics"),
     _twelve("12 heads, 2048 tokens, statistics", 2048, True, kind="statistics"),
+    _llama("Llama-3-8B, last 512, deterministic", "deterministic", 512, 2048),
+    _llama("Llama-3-8B token, deterministic", "deterministic", 1, 4096),
     _twelve("BERT-base layer", 128, False, B=8, kind="layer"),
     _twelve("GPT-2 layer", 1024, True, kind="layer"),
 )
