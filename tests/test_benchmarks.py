@@ -100,6 +100,17 @@ def test_every_peer_computes_the_same(case, dtype):
         assert 0 < ratio.low <= ratio.median <= ratio.high and ratio.pairs >= measure.FEWEST
 
 
+def test_the_share_is_of_the_faster_product(monkeypatch):
+    case = Case("more than a few rows", "prefill", H=3, L=run.FEW_ROWS + 1, D=5)
+    for products in (
+        {torch.float32: 2e9, torch.bfloat16: 1e9},
+        {torch.float32: 1e9, torch.bfloat16: 2e9},
+    ):
+        monkeypatch.setattr(run, "gemm_flops", products.get)
+        (row,) = run.measure([case], dtypes=["bfloat16"], names=[], seconds=1e-4, memory=False)
+        assert row.share == pytest.approx(row.case.flops() / row.seconds / 2e9)
+
+
 def test_a_wrong_answer_is_not_timed(monkeypatch):
     monkeypatch.setattr(
         peers, "attention", lambda *tensors, **rules: attention(*tensors, **rules) * 1.01

@@ -70,6 +70,21 @@ def test_flex_uncompiled(name, monkeypatch):
 # -- planted bugs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["plain", "huge row", "everything, square"])
+@pytest.mark.parametrize("statistic", ["entropy", "key_mass", "distance", "lse"])
+def test_two_orders_of_a_sum_in_float64_still_tell_a_wrong_digit(name, statistic):
+    """The budget of float64 is that of the worse of two peers: far below one part in 10^13."""
+
+    def broken(**arguments):
+        if "return_aux" not in arguments:
+            return attention(**arguments)
+        out, aux = attention(**arguments)
+        return out, dataclasses.replace(aux, **{statistic: getattr(aux, statistic) * (1 + 1e-13)})
+
+    with pytest.raises(AssertionError, match="over the budget"):
+        check_statistics(NAMES[name], broken, dtype=torch.float64)
+
+
 def notices(bug, backend):
     """Whether one of the cases that the real backend passes above fails with the bug in place."""
     broken = PLANTED_STATISTICS[bug](attention)

@@ -46,11 +46,6 @@ class Layout(NamedTuple):
     dense: bool  # the last axis of all three has stride 1
 
 
-# A model has a few per length of its prompts, and one for each step of its decoding.
-MOST = 512
-_layouts: dict[tuple, Layout] = {}
-
-
 def layout_of(
     query: Tensor, key: Tensor, value: Tensor, sequences: tuple[int, int, int] | None = None
 ) -> Layout:
@@ -62,60 +57,62 @@ def layout_of(
     Raises:
         ValueError, TypeError: sizes or dtypes with which the library would read other memory.
     """
-    kind = (
+    return _layout(
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
         query.dtype, key.dtype, value.dtype, sequences,
     )  # fmt: skip
-    layout = _layouts.get(kind)
-    if layout is None:
-        layout = _lay_out(query, key, value, sequences)
-        if len(_layouts) >= MOST:
-            _layouts.clear()
-        _layouts[kind] = layout
-    return layout
 
 
-def _lay_out(
-    query: Tensor, key: Tensor, value: Tensor, sequences: tuple[int, int, int] | None
-) -> Layout:
-    B, H, L, D = query.shape
-    _, Hkv, S, Dv = value.shape
-    if key.shape != (B, Hkv, S, D) or len(value) != B:
+# A model has a few per length of its prompts, and one for each step of its decoding.
+@functools.lru_cache(maxsize=512)
+def _layout(
+    of_query: torch.Size, of_key: torch.Size, of_value: torch.Size,
+    q_strides: tuple[int, ...], k_strides: tuple[int, ...], v_strides: tuple[int, ...],
+    q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype,
+    sequences: tuple[int, int, int] | None,
+) -> Layout:  # fmt: skip
+    B, H, L, D = of_query
+    _, Hkv, S, Dv = of_value
+    if of_key != (B, Hkv, S, D) or of_value[0] != B:
         raise ValueError(
-            f"clearhead::native: query, key and value have shapes {tuple(query.shape)}, "
-            f"{tuple(key.shape)}, {tuple(value.shape)}; they need (B, H, L, D), (B, Hkv, S, D) "
+            f"clearhead::native: query, key and value have shapes {tuple(of_query)}, "
+            f"{tuple(of_key)}, {tuple(of_value)}; they need (B, H, L, D), (B, Hkv, S, D) "
             "and (B, Hkv, S, Dv)"
         )
-    if not query.dtype == key.dtype == value.dtype:
+    if not q_dtype == k_dtype == v_dtype:
         raise TypeError(
-            f"clearhead::native: query, key and value are {query.dtype}, {key.dtype} and "
-            f"{value.dtype}; they must be alike"
+            f"clearhead::native: query, key and value are {q_dtype}, {k_dtype} and {v_dtype}; they "
+            "must be alike"
         )
-    heads_in_rows = query.stride(1) < query.stride(2)
-    dense = query.stride(3) == key.stride(3) == value.stride(3) == 1
-    strides = [s for t in densely(query, key, value) for s in t.stride()[:3]]
-    strides += _strides_of_out(heads_in_rows, H, L, Dv)[:3]
+    heads_in_rows = q_strides[1] < q_strides[2]
+    strides: list[int] = []
+    for shape, given in ((of_query, q_strides), (of_key, k_strides), (of_value, v_strides)):
+        strides += (given if given[3] == 1 else _strides(False, *shape[1:]))[:3]
+    strides += _strides(heads_in_rows, H, L, Dv)[:3]
     sizes = B, H, L, Dv
     if sequences is not None:
         B, L, S = sequences
-    packed = _LAYOUT.pack(B, H, Hkv, L, S, D, Dv, DTYPES[query.dtype], *strides)
+    packed = _LAYOUT.pack(B, H, Hkv, L, S, D, Dv, DTYPES[q_dtype], *strides)
+    dense = q_strides[3] == k_strides[3] == v_strides[3] == 1
     return Layout(packed, sizes, heads_in_rows, dense)
 
 
 def densely(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, copied where the stride of the last axis is not 1."""
-    return tuple(t if t.stride(3) == 1 else t.contiguous() for t in tensors)
+    # contiguous() would leave a tensor with D = 1 as it is, whatever its strides.
+    whole = torch.contiguous_format
+    return tuple(t if t.stride(3) == 1 else t.clone(memory_format=whole) for t in tensors)
 
 
 def empty_out(query: Tensor, heads_in_rows: bool, B: int, H: int, L: int, Dv: int) -> Tensor:
     """out, of shape (B, H, L, Dv): in memory its heads lie within its rows where those of query do,
     so that joining the heads again is a view."""
     if heads_in_rows:
-        return query.new_empty_strided((B, H, L, Dv), _strides_of_out(True, H, L, Dv))
+        return query.new_empty_strided((B, H, L, Dv), _strides(True, H, L, Dv))
     return query.new_empty(B, H, L, Dv)  # 0.5 us less than with a tuple
 
 
-def _strides_of_out(heads_in_rows: bool, H: int, L: int, Dv: int) -> tuple[int, int, int, int]:
+def _strides(heads_in_rows: bool, H: int, L: int, Dv: int) -> tuple[int, int, int, int]:
     return (L * H * Dv, Dv, H * Dv, 1) if heads_in_rows else (H * L * Dv, L * Dv, Dv, 1)
 
 
@@ -129,8 +126,8 @@ def bare_rules(
     right: int | None = None,
     softcap: float | None = None,
 ) -> bytes:
-    """The part of a call that follows its head, where there are no other rules and nothing else is
-    to be filled."""
+    """The part of a call that follows its layout, where there are no other rules and nothing else
+    is to be filled."""
     numbers = _NUMBERS.pack(
         scale, softcap or 0.0,
         NO_LIMIT if left is None else left, NO_LIMIT if right is None else right,
@@ -168,9 +165,9 @@ def rules_of(
     bare = bare_rules(scale, left, right, softcap)
     if (
         float_mask is bias is sinks is alibi_slopes is mask is None
-        and key_mask is doc_q is doc_k is head_mask is offsets is first_key is None
+        and key_mask is doc_q is doc_k is head_mask is offsets is None
     ):
-        return with_statistics(bare, found) if found else bare, ()
+        return with_statistics(bare, found, first_key, B, L) if found else bare, ()
     float_mask, bias = _readable(float_mask), _readable(bias)
     sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
     alibi_slopes, head_mask = (_in(torch.float32, t) for t in (alibi_slopes, head_mask))
@@ -195,7 +192,8 @@ def with_statistics(
     B: int = 0,
     L: int = 0,
 ) -> bytes:
-    """The rules of a call that asks for nothing else, asking for what is `found`."""
+    """The rules of a call that asks for nothing beside out, asking for what is `found`; first_key
+    broadcasts to (B, L)."""
     fields = [0] * len(_FIELD)
     for name, tensor in found.items():
         fields[_FIELD[name]] = tensor.data_ptr()
