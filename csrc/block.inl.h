@@ -139,7 +139,11 @@ void load_keys(const Item &item, Block &block) {
 template <class T>
 void load_values(const Item &item, Block &block) {
   const int Dv = int(item.call.Dv);
-  block.V = value_rows(value_of<T>(item, block.n0), item.call.value_strides[2], block.keys, Dv,
+  if constexpr (MATRICES<T>)
+    block.V = value_columns<T>(value_of<T>(item, block.n0), item.call.value_strides[2], block.keys, Dv,
+                            item.value(), block.finite);
+  else
+    block.V = value_rows(value_of<T>(item, block.n0), item.call.value_strides[2], block.keys, Dv,
                        item.value(), block.finite);
 }
 
@@ -175,13 +179,17 @@ void score_run(const Item &item, const Panel &P, const Block &block, const Data 
   const clearhead_call &c = item.call;
   const int n0 = int(block.n0), v0 = run.v0 * VL;
   const bool last = item.plan.raw && !data.mask && !data.key_mask && !data.doc_k;
-  constexpr bool PAIRS = PAIRED<T>;
-  const int words = PAIRS ? (int(c.D) + 1) / 2 : int(c.D);
-  float *s = item.scores() + v0;
-  switch (run.v1 - run.v0) {
-    case 1: scores<PAIRS, 1>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
-    case 2: scores<PAIRS, 2>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
-    default: scores<PAIRS, 3>(block.K, q + v0, words, P, run, n0, last, s, m + v0);
+  if constexpr (MATRICES<T>) {
+    matrix_scores<T>(block.K, q, P, run, n0, last, item.scores(), m);
+  } else {
+    constexpr bool PAIRS = PAIRED<T>;
+    const int words = PAIRS ? (int(c.D) + 1) / 2 : int(c.D);
+    float *s = item.scores() + v0;
+    switch (run.v1 - run.v0) {
+      case 1: scores<PAIRS, 1>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
+      case 2: scores<PAIRS, 2>(block.K, q + v0, words, P, run, n0, last, s, m + v0); break;
+      default: scores<PAIRS, 3>(block.K, q + v0, words, P, run, n0, last, s, m + v0);
+    }
   }
   if (last) return;
   for (int n = 0; n < 2; n++)

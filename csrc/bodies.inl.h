@@ -10,8 +10,14 @@
 #endif
 #include "statistics.inl.h"
 #include "softmax.inl.h"
+#ifdef BY_MATRICES
+#include "matrices.inl.h"
+#endif
 #include "decode.inl.h"
 #include "decode_values.inl.h"
+#ifdef BY_MATRICES
+#include "matrices_few.inl.h"
+#endif
 #include "block.inl.h"
 #include "few.inl.h"
 #include "finish.inl.h"

@@ -119,9 +119,9 @@ using namespace clearhead;
 
 int64_t clearhead_call_bytes() { return sizeof(clearhead_call); }
 
-int32_t clearhead_isa(const char **name) {
+int32_t clearhead_isa(int64_t dtype, const char **name) {
   int32_t status;
-  const Kernel *kernel = active_kernel(&status);
+  const Kernel *kernel = active_kernel(dtype, &status);
   if (kernel) *name = kernel->name;
   return status;
 }
@@ -129,7 +129,7 @@ int32_t clearhead_isa(const char **name) {
 int32_t clearhead_workspace(const clearhead_call *call, int64_t *bytes) {
   int32_t status = check_sizes(*call);
   if (status) return status;
-  const Kernel *kernel = active_kernel(&status);
+  const Kernel *kernel = active_kernel(call->dtype, &status);
   if (kernel) *bytes = make_job(*call, *kernel).bytes;
   return status;
 }
@@ -137,7 +137,7 @@ int32_t clearhead_workspace(const clearhead_call *call, int64_t *bytes) {
 int32_t clearhead_forward(const clearhead_call *call) {
   int32_t status = check_all(*call);
   if (status) return status;
-  const Kernel *kernel = active_kernel(&status);
+  const Kernel *kernel = active_kernel(call->dtype, &status);
   if (!kernel) return status;
   const Job job = make_job(*call, *kernel);
   if (call->workspace_bytes < job.bytes) return CLEARHEAD_SMALL_WORKSPACE;

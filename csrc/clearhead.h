@@ -127,9 +127,9 @@ typedef struct {
 /* What a library and its caller must agree on: sizeof(clearhead_call). */
 CLEARHEAD_API int64_t clearhead_call_bytes(void);
 
-/* The instruction set in use: the best one here, or the one that CLEARHEAD_ISA names. *name is set
-   on success only. */
-CLEARHEAD_API int32_t clearhead_isa(const char **name);
+/* The instruction set in use for calls of a dtype: the best one here, or the one that CLEARHEAD_ISA
+   names. Some serve bfloat16 alone, and leave the others to avx512. *name is set on success only. */
+CLEARHEAD_API int32_t clearhead_isa(int64_t dtype, const char **name);
 
 /* The workspace that a call needs, from its sizes, dtype and threads, and from which of its pointers
    are NULL. */

@@ -6,7 +6,10 @@ namespace {
 
 // The output of few rows is a row of whole vectors for each. The last one ends with the last
 // column, so it may hold columns of the one before it again.
-INLINE int64_t few_vectors(int64_t Dv) { return (Dv + VL - 1) / VL; }
+INLINE int64_t few_vectors(int64_t Dv) {
+  constexpr int STEP = MATRICES<bfloat16> ? 2 : 1;
+  return (Dv + STEP * VL - 1) / (STEP * VL) * STEP;
+}
 INLINE int64_t first_column(int64_t c, int64_t Dv) { return least(c * VL, most(Dv - VL, 0)); }
 
 // The weights of R rows: s_ij, p_ij, and these as words.

@@ -113,6 +113,16 @@ NOINLINE void few_statistics(const Item &item, const Block &block, const Run &ru
   f(s, s, run.j1 - run.j0, base_i, plan.exponent, &own, &sums);
 }
 
+// What matrices_few.inl.h defines where MATRICES<T>.
+template <class T>
+void matrix_few_scores(const FewRows<T> &K, const FewRows<T> &V, const float *q, int few, const Run &run, float *copy,
+                       float *tile, float *s);
+template <class T>
+vf matrix_few_weigh(const FewRows<T> &V, const FewRows<T> &K, const Run &run, const float *s, float *p, float *words,
+                      int few, float *copy, float *o, vf a);
+template <class T>
+void matrix_unpack(const float *o, vf factor, T *row, int Dv);
+
 template <class T>
 void see_few(const Item &item, const Block &block) {
   constexpr bool PAIRS = PAIRED<T>;
@@ -129,7 +139,10 @@ void see_few(const Item &item, const Block &block) {
 
   const FewRows<T> K = {key_of<T>(item, block.n0), c.key_strides[2], int(c.D)};
   const FewRows<T> values = {value_of<T>(item, block.n0), c.value_strides[2], int(c.Dv)};
-  BY_FEW(few, few_scores, K, values, item.q(0), run, item.key(), s)
+  if constexpr (MATRICES<T>)
+    matrix_few_scores<T>(K, values, item.q(0), few, run, item.key(), item.scores(), s);
+  else
+    BY_FEW(few, few_scores, K, values, item.q(0), run, item.key(), s)
   for (int i = 0; i < few; i++) convert(splat(-INFINITY), s + i * FEW_STRIDE + run.j1);
   const bool ruled = !plan.raw || data.mask || data.key_mask || data.doc_k;
   if (run.cut && !ruled) cut_few(P, few, run, int(block.n0), s);
@@ -141,6 +154,10 @@ void see_few(const Item &item, const Block &block) {
   Sums sums = {};
   if (plan.statistics & (ENTROPY | DISTANCE)) few_statistics(item, block, run, base, sums);
 
+  if constexpr (MATRICES<T>) {
+    sums.l = matrix_few_weigh<T>(values, K, run, s, p, few_words_of(item), few, item.value(), item.out(0), old.a);
+    return add_sums(P.state[0], m, old, sums);
+  }
   const FewRows<T> V = {values.at + run.j0 * values.stride, values.stride, values.size};
   const FewRows<T> next = {K.at + (BLOCK + run.j0) * K.stride, K.stride, K.size};
   const FewWeights W = {s + run.j0, p + run.j0, words + run.j0 / (PAIRS ? 2 : 1)};
@@ -164,6 +181,11 @@ NOINLINE void join_few(const Item &item, vf a, vf c) {
 // Rows times a factor, to the first n of the addresses.
 template <class T>
 NOINLINE void unpack_few(const float *o, vf factor, T *const *row, int n, int Dv) {
+  if constexpr (MATRICES<T>) {
+    for (int i = 0; i < n; i++)
+      matrix_unpack(o + i * few_vectors(Dv) * VL, splat(factor[i]), row[i], Dv);
+    return;
+  }
   for (int i = 0; i < n; i++)
     for (int64_t c = 0; c < few_vectors(Dv); c++, o += VL)
       store_from_float(load(o) * splat(factor[i]), row[i] + first_column(c, Dv), Dv);

@@ -29,10 +29,10 @@ void start_panel(const Item &item, int64_t number, int n) {
   find_ranges(c, P);
   P.fresh = !item.plan.few;
   if (c.slopes || c.doc_q) read_row_rules(c, item.b, P);
-  if (item.plan.few) start_few<T>(item, P);
+  if (item.plan.few && !MATRICES<T>) start_few<T>(item, P);
   for (int v = 0; v < P.vectors; v++) {
     P.state[v] = P.total[v] = NOTHING;
-    if (item.plan.few) continue;
+    if (item.plan.few && !MATRICES<T>) continue;
     const T *row[VL];
     for (int r = 0; r < VL; r++) {
       const Place &at = P.place[v * VL + r];
@@ -57,6 +57,11 @@ void weights_of_run(const Item &item, const Block &block, const Panel &P, const 
   for (int v = run.v0; v < run.v1; v++)
     own[v - run.v0] = load(P.own + v * VL) - (int(block.n0) + run.j0);
   base += v0, sums += run.v0;
+  if constexpr (MATRICES<T>) {
+    for (int v = 0; v < run.v1 - run.v0; v++)
+      matrix_weights<T, WANTED>(s + v * VL, keys, load(base + v * VL), exponent, own[v], sums[v]);
+    return;
+  }
   switch (run.v1 - run.v0) {
     case 1: return exponentials<PAIRS, 1, WANTED>(s, s, keys, base, exponent, own, sums);
     case 2: return exponentials<PAIRS, 2, WANTED>(s, s, keys, base, exponent, own, sums);
@@ -71,6 +76,12 @@ void weigh_block(const Item &item, const Block &block, const Sight &sight, int n
   constexpr int A_WORD = PAIRS ? 2 : 1;  // keys
   Panel &P = item.panel(n);
   const int Dv = int(item.call.Dv);
+  if constexpr (MATRICES<T>) {
+    const bool fresh = P.fresh;
+    P.fresh = false;
+    return matrix_weigh<T>(block.V, sight.runs, sight.count, P.vectors, item.scores(), item.out(n), a,
+                           Dv, fresh);
+  }
   int v0 = NV, v1 = 0;
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
     v0 = int(least(v0, run->v0)), v1 = int(most(v1, run->v1));

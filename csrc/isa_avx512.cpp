@@ -13,7 +13,7 @@ namespace clearhead {
 #include "bodies.inl.h"
 #include "entry.inl.h"
 
-const Kernel avx512_kernel = {"avx512", ROWS, VL, sizeof(Panel), sizeof(Statistics),
+const Kernel avx512_kernel = {"avx512", nullptr, ROWS, VL, sizeof(Panel), sizeof(Statistics),
     run, run_mass, run_weights};
 }  // namespace clearhead
 #pragma GCC pop_options

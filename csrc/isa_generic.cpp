@@ -9,6 +9,6 @@ namespace clearhead {
 #include "bodies.inl.h"
 #include "entry.inl.h"
 
-const Kernel generic_kernel = {"generic", ROWS, VL, sizeof(Panel), sizeof(Statistics),
+const Kernel generic_kernel = {"generic", nullptr, ROWS, VL, sizeof(Panel), sizeof(Statistics),
     run, run_mass, run_weights};
 }  // namespace clearhead

@@ -11,7 +11,7 @@ namespace clearhead {
 #include "bodies.inl.h"
 #include "entry.inl.h"
 
-const Kernel neon_kernel = {"neon", ROWS, VL, sizeof(Panel), sizeof(Statistics),
+const Kernel neon_kernel = {"neon", nullptr, ROWS, VL, sizeof(Panel), sizeof(Statistics),
     run, run_mass, run_weights};
 }  // namespace clearhead
 #endif

@@ -48,7 +48,8 @@ struct Plan {
 
 struct Kernel {
   const char *name;
-  int rows, lanes;  // of a panel, of a vector
+  const Kernel *wide;  // what serves float32 and float16, NULL if it does so itself
+  int rows, lanes;     // of a panel, of a vector
   int panel_bytes, statistics_bytes;
   void (*item)(const Plan &plan, int64_t item, float *workspace);
   // When all rows ended: key_mass, and the weights.
@@ -61,6 +62,7 @@ extern const Kernel generic_kernel;
 extern const Kernel avx2_kernel;
 extern const Kernel avx512_kernel;
 extern const Kernel avx512bf16_kernel;
+extern const Kernel amx_kernel;
 #elif defined(__aarch64__)
 extern const Kernel neon_kernel;
 #endif
@@ -81,7 +83,7 @@ Plan make_plan(const Job &job, const clearhead_call &part);
 Plan make_mass_plan(const Job &job, const clearhead_call &part);
 Plan make_weights_plan(const Job &job, const clearhead_call &part);
 
-// The kernel in use, or NULL and why not.
-const Kernel *active_kernel(int32_t *status);
+// The kernel in use for calls of an element type, or NULL and why not.
+const Kernel *active_kernel(int64_t dtype, int32_t *status);
 
 }  // namespace clearhead

@@ -33,6 +33,9 @@ struct boolean {
 // the lower half.
 template <class T>
 constexpr bool PAIRED = false;
+// Whether the products of a type are those of matrices (matrices.inl.h).
+template <class T>
+constexpr bool MATRICES = false;
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
@@ -52,7 +55,7 @@ INLINE vf load(const float *from) { return *reinterpret_cast<const vf *>(from); 
 INLINE vi load(const int32_t *from) { return *reinterpret_cast<const vi *>(from); }
 INLINE void store(float *to, vf x) { *reinterpret_cast<vf *>(to) = x; }
 
-INLINE bool any(vi mask) {
+INLINE bool any_by_lanes(vi mask) {
   int32_t found = 0;
   UNROLL for (int r = 0; r < VL; r++) found |= mask[r];
   return found != 0;
@@ -86,6 +89,7 @@ INLINE vh to_float16(vf x);
 INLINE vf times_power_of_two(vf p, vf n);
 INLINE vf whole_of(vf x, vf &rest);
 INLINE vf vmax(vf a, vf b);
+INLINE bool any(vi mask);  // whose lanes are 0 or -1
 INLINE vf rounded(vf x);
 INLINE vf interleave_low(vf a, vf b);
 INLINE vf interleave_high(vf a, vf b);

@@ -10,7 +10,6 @@
 
 namespace {
 
-constexpr int NV = 3;  // vectors of rows in a panel
 constexpr int ROWS = NV * VL;
 
 // Words of a head, counted from its first, whose products have a sum of their own: the rounding of

@@ -25,21 +25,28 @@ INLINE float word_of(bfloat16 first, bfloat16 second) {
   return word;
 }
 
+// Words of a head: whole steps of them, the last ones 0.
+INLINE int head_words(int D) {
+  return ((D + 1) / 2 + WORDS_AT_ONCE - 1) / WORDS_AT_ONCE * WORDS_AT_ONCE;
+}
+
 // The words of VL rows to lanes.
 INLINE void pack_query(const bfloat16 *const *row, float *to, int D) {
   const Pair *pairs[VL];
   for (int r = 0; r < VL; r++) pairs[r] = reinterpret_cast<const Pair *>(row[r]);
   pack_query(pairs, to, D / 2);
+  for (int d = D / 2; d < head_words(D); d++) store(to + d * ROWS, vf{});
   for (int r = 0; D % 2 && r < VL; r++) to[D / 2 * ROWS + r] = word_of(row[r][D - 1], {0});
 }
 
 INLINE Rows key_rows(const bfloat16 *from, int64_t stride, int n, int D, float *copy) {
-  const int words = (D + 1) / 2;
+  const int words = head_words(D);
   float *to = copy;
   for (int j = 0; j < n; j++, from += stride, to += words) {
     int d = 0;
     for (; d + 2 * VL <= D; d += 2 * VL) convert(load_bytes<vf>(from + d), to + d / 2);
     for (; d < D; d += 2) to[d / 2] = word_of(from[d], d + 1 < D ? from[d + 1] : bfloat16{0});
+    for (d = (D + 1) / 2; d < words; d++) to[d] = 0;
   }
   return {copy, words};
 }

@@ -94,9 +94,9 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
   const int64_t few = p.G * c.L, most_few = kernel.lanes < MOST_FEW ? kernel.lanes : MOST_FEW;
   if (c.out && few <= most_few)
     p.few = few > 8 ? MOST_FEW : few > 4 ? int(few + few % 2) : few > 2 ? 4 : int(few);
-  p.few_floats = p.few * whole_lines(c.Dv);
-  p.q_floats = most(c.D * rows, p.few * whole_lines(c.D));
-  p.out_floats = most(c.Dv * rows, p.few_floats);
+  p.few_floats = p.few * 2 * LINE * ceil_div(c.Dv, 2 * LINE);  // tiles have columns by twice 16
+  p.q_floats = whole_lines(c.D) * most(rows, p.few);
+  p.out_floats = most(whole_lines(c.Dv) * rows, p.few_floats);
   int64_t group = job.panels / (job.workers * 8);
   const int64_t fits = PANEL_FLOATS / (p.q_floats + p.out_floats);
   group = group < fits ? group : fits;
@@ -141,8 +141,8 @@ Plan make_plan(const Job &job, const clearhead_call &c) {
   p.at_cut = place(p.out_floats);
   p.at_mask = place(c.mask.data ? tile : 0);
   for (int n = 0; n < 2; n++) p.at_added[n] = place(c.added[n].data ? tile : 0);
-  p.at_key = place(BLOCK * (c.D + 3));
-  p.at_value = place(BLOCK * c.Dv);
+  p.at_key = place(BLOCK * whole_lines(c.D + 3));
+  p.at_value = place(BLOCK * whole_lines(c.Dv));
   p.at_mass = place(c.key_mass ? p.G * MASS_BLOCKS * BLOCK * kernel.lanes : 0);
   p.worker_floats = at;
 

@@ -3,6 +3,7 @@
 
 constexpr int VL = 8;
 constexpr int KL = 8;
+constexpr int NV = 3;     // vectors of rows in a panel
 constexpr int TILE = 4;   // 4 x 3 sums + 3 rows + 1 broadcast = 16 registers
 constexpr int TILE1 = 8;  // 8 sums + 1 + 1
 constexpr float EXP2_LEAST = -127;  // from here down exp2 is 0
@@ -12,6 +13,8 @@ constexpr float EXP2_LEAST = -127;  // from here down exp2 is 0
 namespace {
 
 INLINE vf vmax(vf a, vf b) { return vf(_mm256_max_ps(__m256(a), __m256(b))); }
+
+INLINE bool any(vi mask) { return _mm256_movemask_ps(__m256(mask)) != 0; }
 
 INLINE vf times_power_of_two(vf p, vf n) { return times_power_by_adding(p, n); }
 

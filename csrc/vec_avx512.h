@@ -3,7 +3,13 @@
 
 constexpr int VL = 16;
 constexpr int KL = 8;
+#ifdef BY_MATRICES
+constexpr int NV = 4;      // vectors of rows in a panel, two pairs
+constexpr int TILE = 16;   // keys of a tile
+#else
+constexpr int NV = 3;      // vectors of rows in a panel
 constexpr int TILE = 8;    // 8 x 3 sums + 3 rows + 1 broadcast = 28 registers
+#endif
 constexpr int TILE1 = 16;  // 16 sums + 1 + 1
 constexpr float EXP2_LEAST = -200;  // from here down exp2 is 0
 
@@ -13,6 +19,8 @@ namespace {
 
 INLINE vf vmax(vf a, vf b) { return vf(_mm512_max_ps(__m512(a), __m512(b))); }
 
+INLINE bool any(vi mask) { return _mm512_movepi32_mask(__m512i(mask)) != 0; }
+
 INLINE vf times_power_of_two(vf p, vf n) {
   return vf(_mm512_scalef_ps(__m512(p), __m512(n)));
 }
@@ -21,7 +29,7 @@ INLINE vf times_power_of_two(vf p, vf n) {
 INLINE vf whole_of(vf x, vf &rest) {
   constexpr int TO_NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   rest = vf(_mm512_reduce_ps(__m512(x), TO_NEAREST));
-  return vf(_mm512_roundscale_ps(__m512(x), TO_NEAREST));
+  return x - rest;
 }
 
 INLINE vf rounded(vf x) {

@@ -8,6 +8,8 @@ namespace {
 template <>
 constexpr bool PAIRED<bfloat16> = true;
 
+constexpr int WORDS_AT_ONCE = 1;  // of a head, by a product
+
 template <>
 INLINE vf add_product<true>(vf sum, vf x, vf y) {
   return vf(_mm512_dpbf16_ps(__m512(sum), __m512bh(x), __m512bh(y)));

@@ -6,6 +6,7 @@
 
 constexpr int VL = 4;     // float32 lanes of a vector
 constexpr int KL = 4;     // keys in lanes: no more than two quads, which loads can fill
+constexpr int NV = 3;     // vectors of rows in a panel
 constexpr int TILE = 4;   // keys (or value columns) of a register tile: 4 x 3 sums + 3 + 1 = 16
 constexpr int TILE1 = 8;  // the same where one vector of rows is left: 8 sums + 1 + 1
 constexpr float EXP2_LEAST = -127;  // from here down exp2 is 0
@@ -16,6 +17,8 @@ namespace {
 
 // a if a > b, else b: so b where either is NaN.
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+
+INLINE bool any(vi mask) { return any_by_lanes(mask); }
 
 // p * 2^n, n a whole number from -250 to 250. In two steps, for a result that is denormal.
 INLINE vf times_power_of_two(vf p, vf n) { return times_power_by_adding(p, n); }

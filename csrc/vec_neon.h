@@ -5,6 +5,7 @@
 
 constexpr int VL = 4;
 constexpr int KL = 4;
+constexpr int NV = 3;      // vectors of rows in a panel
 constexpr int TILE = 8;    // 8 x 3 sums + 3 rows + 1 broadcast = 28 registers
 constexpr int TILE1 = 16;  // 16 sums + 1 + 1
 constexpr float EXP2_LEAST = -127;  // from here down exp2 is 0
@@ -15,6 +16,8 @@ namespace {
 
 // vmaxq_f32 would give NaN where either is NaN; wanted is b.
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+
+INLINE bool any(vi mask) { return any_by_lanes(mask); }
 
 INLINE vf times_power_of_two(vf p, vf n) { return times_power_by_adding(p, n); }
 

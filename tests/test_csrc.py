@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ISAS = ("generic", "avx2", "avx512", "avx512bf16")
+ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")
 CALLS = 400
 
 

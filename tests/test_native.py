@@ -20,7 +20,7 @@ from clearhead.testing import CASES, Case, assert_within_budget, check, plain
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = {case.name: case for case in CASES}
 HAVE = (
-    ("generic", "avx2", "avx512", "avx512bf16")
+    ("generic", "avx2", "avx512", "avx512bf16", "amx")
     if platform.machine() in ("x86_64", "AMD64")
     else ("generic",)
 )
@@ -53,7 +53,8 @@ def test_the_library_was_built_and_is_first():
     """A package without its library works, so only this test notices that it is missing."""
     told = explain(*draw(), is_causal=True)
     assert told.backend == "native"
-    assert told.how.startswith(f"clearhead's CPU kernels, {library.find_library().isa}, ")
+    isa = library.find_library().isa[torch.float32]
+    assert told.how.startswith(f"clearhead's CPU kernels, {isa}, ")
     assert "thread" in told.how
 
 
@@ -238,7 +239,7 @@ HELD = """
 import torch
 from clearhead.backends import library
 from clearhead.testing import CASES, Case, check
-print(library.find_library().isa)
+print(library.find_library().isa[torch.bfloat16])
 for case in CASES:
     if min(case.B, case.H, case.L, case.S, case.D, case.Dv) == 0:
         continue
@@ -270,6 +271,16 @@ def test_every_instruction_set_is_held_to_the_definition(isa):
         pytest.skip("the processor lacks this instruction set")
     told = run_with(isa, HELD.format(lengths=LENGTHS[2::2]))
     assert (told.stdout, told.stderr) == (f"{isa}\n", "")
+
+
+@pytest.mark.parametrize("isa", ["avx512bf16", "amx"])
+def test_kernels_of_bfloat16_alone_leave_the_rest_to_avx512(isa):
+    if lacks(isa):
+        pytest.skip("the processor lacks this instruction set")
+    told = run_with(isa, "import torch, clearhead; x = torch.ones(1, 2, 9, 4)\n"
+                         "for t in (x, x.half(), x.bfloat16()):\n"
+                         "    print(clearhead.explain(t, t, t).how.split(', ')[1])")  # fmt: skip
+    assert (told.stdout, told.stderr) == (f"avx512\navx512\n{isa}\n", "")
 
 
 @pytest.mark.parametrize("isa", ["avx1024", "AVX2", "generic "])

@@ -89,7 +89,7 @@ from test_native_decode import (test_every_rule, test_head_sizes, test_long,
                                 test_a_row_whose_keys_end_with_it_has_the_bits_it_has_in_a_prompt)
 from test_native import ALL_RULES
 from clearhead.backends import library
-print(library.find_library().isa)
+print(library.find_library().isa[torch.bfloat16])
 torch.manual_seed(0)
 for rules in ("causal", "key mask", "masks", "numbers"):
     for rows in ((1, 1), (2, 1), (3, 1), (4, 2)):

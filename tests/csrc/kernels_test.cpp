@@ -376,7 +376,7 @@ int main(int count, char **words) {
   }
   if (clearhead_call_bytes() != sizeof(clearhead_call)) fail(0, "the size of a call", 0, 1);
   const char *isa = nullptr;
-  if (int32_t status = clearhead_isa(&isa)) {
+  if (int32_t status = clearhead_isa(CLEARHEAD_BFLOAT16, &isa)) {
     fprintf(stderr, "clearhead_isa: status %d\n", int(status));
     return 3;
   }

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .fields import ADDRESSES, CALL, densely, empty_out, layout_of
+from .fields import ADDRESSES, CALL, DTYPES, densely, empty_out, layout_of
 
 # A thread keeps no workspace that is larger than this.
 KEPT_BYTES = 64 << 20
@@ -30,7 +30,7 @@ class Library(NamedTuple):
     forward: Any
     workspace: Any
     parallel_for: int
-    isa: str
+    isa: dict[torch.dtype, str]
 
 
 _loaded: list[Library | str] = []
@@ -66,9 +66,8 @@ def _load() -> Library | str:
     if not hasattr(torch_cpu, "torch_parallel_for"):
         return f"torch {torch.__version__} does not lend its threads; it needs torch 2.10"
     parallel_for = ctypes.cast(torch_cpu.torch_parallel_for, ctypes.c_void_p).value or 0
-    return Library(
-        library.clearhead_forward, library.clearhead_workspace, parallel_for, _isa(library)
-    )
+    isa = {dtype: _isa(library, number) for dtype, number in DTYPES.items()}
+    return Library(library.clearhead_forward, library.clearhead_workspace, parallel_for, isa)
 
 
 def _name(stem: str) -> str:
@@ -84,9 +83,9 @@ def _find() -> Path | None:
                 None)  # fmt: skip
 
 
-def _isa(library: ctypes.CDLL) -> str:
+def _isa(library: ctypes.CDLL, dtype: int) -> str:
     name = ctypes.c_char_p()
-    status = library.clearhead_isa(ctypes.byref(name))
+    status = library.clearhead_isa(ctypes.c_int64(dtype), ctypes.byref(name))
     if status == 0 and name.value is not None:
         return name.value.decode()
     wanted = os.environ.get("CLEARHEAD_ISA")
@@ -96,8 +95,8 @@ def _isa(library: ctypes.CDLL) -> str:
             "any, and without the variable the best one is taken"
         )
     raise ValueError(
-        f'CLEARHEAD_ISA is "{wanted}"; it must be "generic", "avx2", "avx512", "avx512bf16" or, on '
-        'AArch64, "neon", or not be set'
+        f'CLEARHEAD_ISA is "{wanted}"; it must be "generic", "avx2", "avx512", "avx512bf16", '
+        '"amx" or, on AArch64, "neon", or not be set'
     )
 
 

@@ -67,9 +67,9 @@ def describe(problem: Problem) -> str:
     """How this backend would run the call."""
     library = find_library()
     assert isinstance(library, Library)
-    n = threads()
+    n, isa = threads(), library.isa[problem.query.dtype]
     alone = ", statistics alone, without values" if problem.Dv == 0 else ""
-    return f"clearhead's CPU kernels, {library.isa}, {n} thread{'s' * (n > 1)}{alone}"
+    return f"clearhead's CPU kernels, {isa}, {n} thread{'s' * (n > 1)}{alone}"
 
 
 def forward(problem: Problem) -> tuple[Tensor, Aux]:
