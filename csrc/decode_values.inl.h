@@ -82,17 +82,15 @@ INLINE void sort_columns(V &even, V &odd) {
   even = a, odd = b;
 }
 
-// sum_j p_ij v_jd, if all of V is finite; the sums of p_ij where COUNT. `next` are keys to come.
+// sum_j p_ij v_jd over keys [j0, j1), if all of V is finite; adds the sums of p_ij where COUNT. `next`
+// are keys to come.
 template <class T, int R, int C, bool COUNT>
 INLINE void few_sums(const FewRows<T> &V, const FewRows<T> &next, int64_t c0,
-                     const FewWeights &W, int keys, vf (&sum)[R][C], FewSums (&of_p)[R]) {
+                     const FewWeights &W, int j0, int j1, vf (&sum)[R][C], FewSums (&of_p)[R]) {
   constexpr bool PAIRS = PAIRED<T>;
   const bool in_parts = in_parts_of<R>(V.size);
   vf part[R] = {};  // of l, over TILE keys
-  UNROLL for (int i = 0; i < R; i++) {
-    of_p[i].l = of_p[i].used = vf{};
-    UNROLL for (int c = 0; c < C; c++) sum[i][c] = vf{};
-  }
+  UNROLL for (int i = 0; i < R; i++) UNROLL for (int c = 0; c < C; c++) sum[i][c] = vf{};
   const auto add = [&](int j, int n, const vf(&v_j)[C]) __attribute__((always_inline)) {
     UNROLL for (int i = 0; i < R; i++) {
       const int at = i * FEW_STRIDE + j;
@@ -111,15 +109,15 @@ INLINE void few_sums(const FewRows<T> &V, const FewRows<T> &next, int64_t c0,
   };
   vf v_j[C];
   if constexpr (!PAIRS) {
-    for (int j = 0; j < keys; j++) {
+    for (int j = j0; j < j1; j++) {
       if (in_parts) expect_key<T, C>(next, c0, j);
       few_value(V, c0, j, v_j), add(j, j, v_j);
     }
   } else {
     const bool whole = C % 2 == 0 && (c0 + C) * VL <= V.size;
-    for (int j = 0; j < keys; j += 2) {
+    for (int j = j0; j < j1; j += 2) {
       if (in_parts) expect_key<T, C>(next, c0, j), expect_key<T, C>(next, c0, j + 1);
-      few_pairs(V, c0, j, j + 1 < keys, whole, v_j), add(j, j / 2, v_j);
+      few_pairs(V, c0, j, j + 1 < j1, whole, v_j), add(j, j / 2, v_j);
     }
     if (whole)
       UNROLL for (int i = 0; i < R; i++) UNROLL for (int c = 0; c + 1 < C; c += 2)
@@ -132,48 +130,56 @@ INLINE void few_sums(const FewRows<T> &V, const FewRows<T> &next, int64_t c0,
 // the row sees its key.
 template <class T>
 NOINLINE vf few_sums_of_any(const FewRows<T> &V, int64_t c, const float *s, const float *words,
-                            int keys) {
+                            int j0, int j1) {
   constexpr bool PAIRS = PAIRED<T>;
   constexpr int STEP = PAIRS ? 2 : 1;
   vf sum = {};
-  for (int j = 0; j < keys; j += STEP) {
+  for (int j = j0; j < j1; j += STEP) {
     vf v[STEP][1] = {}, finite[STEP];
     for (int n = 0; n < STEP; n++) {
-      if (j + n < keys) few_value(V, c, j + n, v[n]);
+      if (j + n < j1) few_value(V, c, j + n, v[n]);
       finite[n] = v[n][0] * 0.f == 0.f ? v[n][0] : vf{};
     }
     const vf word = PAIRS ? paired(finite[0], finite[STEP - 1]) : finite[0];
     sum = add_product<PAIRS>(sum, word, splat_word<PAIRS>(words + j / STEP));
-    for (int n = 0; n < STEP && j + n < keys; n++)
+    for (int n = 0; n < STEP && j + n < j1; n++)
       if (s[j + n] != -INFINITY) sum += v[n][0] * 0.f == 0.f ? vf{} : v[n][0];
   }
   return sum;
 }
 
+// The keys of a run, and those of them in the first KEY_STRETCH of its block.
+struct Stretches {
+  int all, half;
+};
+
 // C vectors of columns from c0 on. A value that is not finite makes the sums of its column so, even
 // where its p is 0: then they are made again with care.
 template <class T, int R, int C, bool COUNT>
 INLINE void few_weigh_tile(const FewRows<T> &V, const FewRows<T> &next, int64_t c0,
-                           const FewWeights &W, int keys, float *o, vf a, FewSums *sums) {
-  vf sum[R][C], found = {};
-  FewSums of_p[R];
-  few_sums<T, R, C, COUNT>(V, next, c0, W, keys, sum, of_p);
-  UNROLL for (int i = 0; i < R; i++) {
-    if (COUNT) sums[i] = of_p[i];
-    UNROLL for (int c = 0; c < C; c++) found += sum[i][c] * 0.f;
+                           const FewWeights &W, Stretches keys, float *o, vf a, FewSums *sums) {
+  FewSums of_p[R] = {};
+  for (int n = 0; n < 2; n++) {
+    const int j0 = n == 0 ? 0 : keys.half, j1 = n == 0 ? keys.half : keys.all;
+    if (n == 1 && j0 == j1) break;
+    vf sum[R][C], found = {};
+    few_sums<T, R, C, COUNT>(V, next, c0, W, j0, j1, sum, of_p);
+    UNROLL for (int i = 0; i < R; i++) UNROLL for (int c = 0; c < C; c++)
+      found += sum[i][c] * 0.f;
+    const bool again = any(found != 0.f);
+    UNROLL for (int i = 0; i < R; i++) UNROLL for (int c = 0; c < C; c++) {
+      const int at = i * FEW_STRIDE;
+      float *o_id = o + (i * few_vectors(V.size) + c0 + c) * VL;
+      if (again) sum[i][c] = few_sums_of_any(V, c0 + c, W.s + at, W.words + at, j0, j1);
+      store(o_id, n == 0 ? load(o_id) * a[i] + sum[i][c] : load(o_id) + sum[i][c]);
+    }
   }
-  const bool again = any(found != 0.f);
-  UNROLL for (int i = 0; i < R; i++) UNROLL for (int c = 0; c < C; c++) {
-    const int at = i * FEW_STRIDE;
-    float *o_id = o + (i * few_vectors(V.size) + c0 + c) * VL;
-    if (again) sum[i][c] = few_sums_of_any(V, c0 + c, W.s + at, W.words + at, keys);
-    store(o_id, load(o_id) * a[i] + sum[i][c]);
-  }
+  UNROLL for (int i = 0; COUNT && i < R; i++) sums[i] = of_p[i];
 }
 
 template <class T, int R, int C>
 INLINE void few_weigh_tiles(const FewRows<T> &V, const FewRows<T> &next, int64_t &c,
-                            const FewWeights &W, int keys, float *o, vf a, FewSums *sums) {
+                            const FewWeights &W, Stretches keys, float *o, vf a, FewSums *sums) {
   const int64_t count = few_vectors(V.size);
   if (c == 0 && C <= count) few_weigh_tile<T, R, C, true>(V, next, 0, W, keys, o, a, sums), c = C;
   for (; c + C <= count; c += C) few_weigh_tile<T, R, C, false>(V, next, c, W, keys, o, a, sums);
@@ -182,7 +188,7 @@ INLINE void few_weigh_tiles(const FewRows<T> &V, const FewRows<T> &next, int64_t
 // Steps 4 and 5.
 template <class T, int R>
 NOINLINE void few_weigh(const FewRows<T> &V, const FewRows<T> &next, const FewWeights &W,
-                        int keys, float *o, vf a, FewSums *sums) {
+                        Stretches keys, float *o, vf a, FewSums *sums) {
   constexpr int C = FEW_COLUMNS<R>;
   int64_t c = 0;
   few_weigh_tiles<T, R, C>(V, next, c, W, keys, o, a, sums);

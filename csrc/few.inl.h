@@ -162,7 +162,9 @@ void see_few(const Item &item, const Block &block) {
   const FewRows<T> next = {K.at + (BLOCK + run.j0) * K.stride, K.stride, K.size};
   const FewWeights W = {s + run.j0, p + run.j0, words + run.j0 / (PAIRS ? 2 : 1)};
   FewSums of_p[FEW];
-  BY_FEW(few, few_weigh, V, next, W, run.j1 - run.j0, item.out(0), old.a, of_p)
+  const int stretch = PAIRS ? BLOCK : KEY_STRETCH;
+  const Stretches keys = {run.j1 - run.j0, int(most(least(run.j1, stretch) - run.j0, 0))};
+  BY_FEW(few, few_weigh, V, next, W, keys, item.out(0), old.a, of_p)
   for (int i = 0; i < few; i++) sums.l[i] = of_p[i].l[0], sums.used[i] = of_p[i].used[0];
   add_sums(P.state[0], m, old, sums);
 }

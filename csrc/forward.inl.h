@@ -85,21 +85,30 @@ void weigh_block(const Item &item, const Block &block, const Sight &sight, int n
   int v0 = NV, v1 = 0;
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
     v0 = int(least(v0, run->v0)), v1 = int(most(v1, run->v1));
-  Step steps[2 * NV + 1];
-  for (int r = 0; r < sight.count; r++) {
-    const Run &run = sight.runs[r];
-    steps[r] = {item.scores() + run.j0 * ROWS + v0 * VL,
-                block.V.at + run.j0 / A_WORD * block.V.stride,
-                (run.j1 - run.j0 + A_WORD - 1) / A_WORD, run.v0 - v0, run.v1 - v0};
-  }
   if (v1 - v0 < P.vectors) sums_so_far(item, n);
-  const bool fresh = P.fresh;
-  P.fresh = false;
-  float *o = item.out(n) + v0 * VL;
-  switch (v1 - v0) {
-    case 1: return weigh<PAIRS, 1>(steps, sight.count, block.V.stride, o, a + v0 * VL, Dv, fresh);
-    case 2: return weigh<PAIRS, 2>(steps, sight.count, block.V.stride, o, a + v0 * VL, Dv, fresh);
-    default: return weigh<PAIRS, 3>(steps, sight.count, block.V.stride, o, a, Dv, fresh);
+  alignas(64) float factors[ROWS];
+  for (int v = 0; v < P.vectors; v++) store(factors + v * VL, load(a + v * VL));
+  constexpr int STRETCH = PAIRS ? BLOCK : KEY_STRETCH;
+  for (int start = 0; start < BLOCK; start += STRETCH) {
+    Step steps[2 * NV + 1];
+    int count = 0;
+    for (const Run *run = sight.runs; run < sight.runs + sight.count; run++) {
+      const int j0 = int(most(run->j0, start)), j1 = int(least(run->j1, start + STRETCH));
+      if (j0 >= j1) continue;
+      steps[count++] = {item.scores() + (run->j0 + (j0 - run->j0) / A_WORD) * ROWS + v0 * VL,
+                        block.V.at + j0 / A_WORD * block.V.stride, (j1 - j0 + A_WORD - 1) / A_WORD,
+                        run->v0 - v0, run->v1 - v0};
+    }
+    const bool fresh = P.fresh;
+    if (count == 0 && (fresh || start > 0)) continue;  // but o_i a_i is rounded in any case
+    P.fresh = false;
+    float *const o = item.out(n) + v0 * VL, *const f = factors + v0 * VL;
+    switch (v1 - v0) {
+      case 1: weigh<PAIRS, 1>(steps, count, block.V.stride, o, f, Dv, fresh); break;
+      case 2: weigh<PAIRS, 2>(steps, count, block.V.stride, o, f, Dv, fresh); break;
+      default: weigh<PAIRS, 3>(steps, count, block.V.stride, o, f, Dv, fresh);
+    }
+    for (int v = 0; v < P.vectors; v++) store(factors + v * VL, splat(1.f));
   }
 }
 

@@ -8,6 +8,7 @@
 namespace clearhead {
 
 constexpr int BLOCK = 96;      // keys per block, counted from key 0: what makes a row's bits its own
+constexpr int KEY_STRETCH = 48;  // of these, whose weighed values are summed up from 0
 constexpr int SPAN_BLOCKS = 16;  // blocks whose sums start afresh, counted from key 0
 // Rows of a panel that decode.inl.h serves, and no more than lanes: 12 of them take 0.84 of the time
 // that they take in the lanes, 16 take 1.25 (256 keys of 64 numbers, an EPYC 9004, 2026-11).
