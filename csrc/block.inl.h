@@ -140,8 +140,8 @@ template <class T>
 void load_values(const Item &item, Block &block) {
   const int Dv = int(item.call.Dv);
   if constexpr (MATRICES<T>)
-    block.V = value_columns<T>(value_of<T>(item, block.n0), item.call.value_strides[2], block.keys, Dv,
-                            item.value(), block.finite);
+    block.V = Matrices<T>::values(value_of<T>(item, block.n0), item.call.value_strides[2], block.keys,
+                                  Dv, item.value(), block.finite);
   else
     block.V = value_rows(value_of<T>(item, block.n0), item.call.value_strides[2], block.keys, Dv,
                        item.value(), block.finite);
@@ -180,7 +180,7 @@ void score_run(const Item &item, const Panel &P, const Block &block, const Data 
   const int n0 = int(block.n0), v0 = run.v0 * VL;
   const bool last = item.plan.raw && !data.mask && !data.key_mask && !data.doc_k;
   if constexpr (MATRICES<T>) {
-    matrix_scores<T>(block.K, q, P, run, n0, last, item.scores(), m);
+    Matrices<T>::scores(block.K, q, P, run, n0, last, item.scores(), m);
   } else {
     constexpr bool PAIRS = PAIRED<T>;
     const int words = PAIRS ? (int(c.D) + 1) / 2 : int(c.D);

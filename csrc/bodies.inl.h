@@ -9,9 +9,12 @@
 #include "pairs.inl.h"
 #endif
 #include "statistics.inl.h"
-#include "softmax.inl.h"
 #ifdef BY_MATRICES
 #include "matrices.inl.h"
+#endif
+#include "softmax.inl.h"
+#ifdef BY_MATRICES
+#include "matrices_panel.inl.h"
 #endif
 #include "decode.inl.h"
 #include "decode_values.inl.h"

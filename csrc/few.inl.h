@@ -113,16 +113,6 @@ NOINLINE void few_statistics(const Item &item, const Block &block, const Run &ru
   f(s, s, run.j1 - run.j0, base_i, plan.exponent, &own, &sums);
 }
 
-// What matrices_few.inl.h defines where MATRICES<T>.
-template <class T>
-void matrix_few_scores(const FewRows<T> &K, const FewRows<T> &V, const float *q, int few, const Run &run, float *copy,
-                       float *tile, float *s);
-template <class T>
-vf matrix_few_weigh(const FewRows<T> &V, const FewRows<T> &K, const Run &run, const float *s, float *p, float *words,
-                      int few, float *copy, float *o, vf a);
-template <class T>
-void matrix_unpack(const float *o, vf factor, T *row, int Dv);
-
 template <class T>
 void see_few(const Item &item, const Block &block) {
   constexpr bool PAIRS = PAIRED<T>;
@@ -140,7 +130,7 @@ void see_few(const Item &item, const Block &block) {
   const FewRows<T> K = {key_of<T>(item, block.n0), c.key_strides[2], int(c.D)};
   const FewRows<T> values = {value_of<T>(item, block.n0), c.value_strides[2], int(c.Dv)};
   if constexpr (MATRICES<T>)
-    matrix_few_scores<T>(K, values, item.q(0), few, run, item.key(), item.scores(), s);
+    Matrices<T>::few_scores(K, values, item.q(0), few, run, item.key(), item.scores(), s);
   else
     BY_FEW(few, few_scores, K, values, item.q(0), run, item.key(), s)
   for (int i = 0; i < few; i++) convert(splat(-INFINITY), s + i * FEW_STRIDE + run.j1);
@@ -155,7 +145,8 @@ void see_few(const Item &item, const Block &block) {
   if (plan.statistics & (ENTROPY | DISTANCE)) few_statistics(item, block, run, base, sums);
 
   if constexpr (MATRICES<T>) {
-    sums.l = matrix_few_weigh<T>(values, K, run, s, p, few_words_of(item), few, item.value(), item.out(0), old.a);
+    sums.l = Matrices<T>::few_weigh(values, K, run, s, p, few_words_of(item), few, item.value(),
+                                    item.out(0), old.a);
     return add_sums(P.state[0], m, old, sums);
   }
   const FewRows<T> V = {values.at + run.j0 * values.stride, values.stride, values.size};
@@ -185,7 +176,7 @@ template <class T>
 NOINLINE void unpack_few(const float *o, vf factor, T *const *row, int n, int Dv) {
   if constexpr (MATRICES<T>) {
     for (int i = 0; i < n; i++)
-      matrix_unpack(o + i * few_vectors(Dv) * VL, splat(factor[i]), row[i], Dv);
+      Matrices<T>::few_unpack(o + i * few_vectors(Dv) * VL, splat(factor[i]), row[i], Dv);
     return;
   }
   for (int i = 0; i < n; i++)

@@ -59,7 +59,8 @@ void weights_of_run(const Item &item, const Block &block, const Panel &P, const 
   base += v0, sums += run.v0;
   if constexpr (MATRICES<T>) {
     for (int v = 0; v < run.v1 - run.v0; v++)
-      matrix_weights<T, WANTED>(s + v * VL, keys, load(base + v * VL), exponent, own[v], sums[v]);
+      Matrices<T>::template weights<WANTED>(s + v * VL, keys, load(base + v * VL), exponent,
+                                            own[v], sums[v]);
     return;
   }
   switch (run.v1 - run.v0) {
@@ -79,8 +80,8 @@ void weigh_block(const Item &item, const Block &block, const Sight &sight, int n
   if constexpr (MATRICES<T>) {
     const bool fresh = P.fresh;
     P.fresh = false;
-    return matrix_weigh<T>(block.V, sight.runs, sight.count, P.vectors, item.scores(), item.out(n), a,
-                           Dv, fresh);
+    return Matrices<T>::weigh(block.V, sight.runs, sight.count, P.vectors, item.scores(),
+                              item.out(n), a, Dv, fresh);
   }
   int v0 = NV, v1 = 0;
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)

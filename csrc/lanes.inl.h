@@ -33,9 +33,11 @@ struct boolean {
 // the lower half.
 template <class T>
 constexpr bool PAIRED = false;
-// Whether the products of a type are those of matrices (matrices.inl.h).
+// Whether the products of a type are those of matrices, and these (matrices_few.inl.h).
 template <class T>
 constexpr bool MATRICES = false;
+template <class T>
+struct Matrices;
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;

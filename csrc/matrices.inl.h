@@ -1,22 +1,18 @@
-// The two products of bfloat16 by matrix tiles (AMX), for panels of query rows in the lanes:
-//
-//   matrix_scores    S^T = K Q^T       16 keys x 16 rows at a time
-//   matrix_weights   p_ij, each as a sum of two numbers of bfloat16
-//   matrix_weigh     O^T += V^T P^T    16 columns x 16 rows at a time
-//
-// The right-hand matrices are words of two neighbours d, or keys, as in pairs.inl.h: a panel is what
-// a tile wants. Of the left-hand ones K is as it is, and V is turned once for each block. What follows
-// fixes the bits, beside tile_product:
+// bfloat16 for products of matrix tiles (AMX): what panels (matrices_panel.inl.h) and few rows
+// (matrices_few.inl.h) share. What follows fixes the bits, beside tile_product:
 //
 //   d, keys   go in groups of 32, counted from the first of the head, or of the block; what is missing
 //             in a group is 0
 //   s_ij      from 0, a group of d after the other
-//   p_ij      is cut after 8 bits, and what is left after 8 more
-//   out_i     o_i, and for each group of keys the product of its values with the first parts of the
-//             p_ij, then that with the second ones
+//   p_ij      a sum of two numbers: it is cut after 8 bits, and what is left after 8 more
+//   out_i     o_i a_i, then for each group of keys the product of its values with the first numbers of
+//             the p_ij, and that with the second ones
 //
 // So a weight counts to 2^-16 of itself. Weights that are rounded to bfloat16 would take a third of
 // the products less, but give the error of torch's kernel.
+//
+// Right-hand matrices are words of two neighbours d, or keys, as in pairs.inl.h: a panel of rows is
+// what a tile wants. Denormal numbers count as 0, as the instruction has it.
 
 namespace {
 
@@ -38,233 +34,65 @@ INLINE void each(const F &f) {
 }
 #define VALUE(n) decltype(n)::value
 
-// -- values ----------------------------------------------------------------------------------------
+// -- numbers ---------------------------------------------------------------------------------------
 
+constexpr uint32_t UPPER = 0xffff0000u;  // of a word: the second number, and the first 8 bits of a p_ij
 constexpr uint16_t NOT_FINITE_DOUBLED = 2 * NOT_FINITE;
 
-// `largest` is of numbers whose bits stand without their sign, doubled.
+// The larger ones of numbers whose bits count doubled, without their sign.
 INLINE vw larger(vw largest, vw x) { return largest > x + x ? largest : x + x; }
 INLINE bool all_finite(vw largest) { return !any(vi(largest >= NOT_FINITE_DOUBLED) != 0); }
 
 INLINE vw finite_or_0(vw x) { return x + x >= NOT_FINITE_DOUBLED ? vw{} : x; }
 INLINE void make_finite(float *words) { convert(vf(finite_or_0(load_bytes<vw>(words))), words); }
 
-// 32 columns of 32 keys as words of two keys: of each eight columns the first four, and the last.
-INLINE void pair_values(const bfloat16 *from, int64_t stride, vf (&low)[VL], vf (&high)[VL],
-                        vw &largest) {
+// The 32 numbers of a row from d on, 0 beyond the last of n.
+INLINE vu group_of(const bfloat16 *row, int d, int n) {
+  if (n - d >= GROUP) return load_bytes<vu>(row + d);
+  bfloat16 edge[GROUP] = {};
+  memcpy(edge, row + d, size_t(n - d) * sizeof(bfloat16));
+  return load_bytes<vu>(edge);
+}
+
+// -- values, turned --------------------------------------------------------------------------------
+
+// 32 columns of 32 keys, as words of two keys, to rows of columns.
+INLINE void turn_values(const bfloat16 *from, int64_t stride, float *to, vw &largest) {
+  vf low[VL], high[VL];  // of each eight columns the first four, and the others
   UNROLL for (int w = 0; w < VL; w++, from += 2 * stride) {
     __asm__("" : "+r"(from));  // else the compiler keeps all addresses, on the stack
     const vw first = load_bytes<vw>(from), second = load_bytes<vw>(from + stride);
     largest = larger(larger(largest, first), second);
     low[w] = pairs_low(first, second), high[w] = pairs_high(first, second);
   }
-}
-
-// Hands on 32 columns of 32 keys after others: use(first key, first column, where they stand, step
-// from key to key), with 0 for what is missing.
-template <class Use>
-INLINE void each_group(const bfloat16 *from, int64_t stride, int n, int Dv, const Use &use) {
-  for (int j = 0; j < n; j += GROUP)
-    for (int d = 0; d < Dv; d += GROUP) {
-      const bfloat16 *at = from + j * stride + d;
-      if (n - j >= GROUP && Dv - d >= GROUP) {
-        use(j, d, at, stride);
-        continue;
-      }
-      bfloat16 edge[GROUP * GROUP] = {};
-      const size_t bytes = size_t(least(Dv - d, GROUP)) * sizeof(bfloat16);
-      for (int r = 0; r < least(n - j, GROUP); r++) memcpy(edge + r * GROUP, at + r * stride, bytes);
-      use(j, d, edge, GROUP);
-    }
-}
-
-// To rows of columns.
-INLINE void turn_values(const bfloat16 *from, int64_t stride, float *to, vw &largest) {
-  vf low[VL], high[VL];
-  pair_values(from, stride, low, high, largest);
-  const auto column = [](int n) { return n / 4 * 8 + n % 4; };  // of the low ones
+  const auto column = [](int n) { return n / 4 * 8 + n % 4; };
   transpose(low);
   UNROLL for (int n = 0; n < VL; n++) store(to + column(n) * KEY_WORDS, low[n]);
   transpose(high);
   UNROLL for (int n = 0; n < VL; n++) store(to + (column(n) + 4) * KEY_WORDS, high[n]);
 }
 
-// The columns of n values, with 0 for what is not finite.
-template <>
-__attribute__((noinline)) Rows value_columns(const bfloat16 *from, int64_t stride, int n, int Dv, float *copy, bool &finite) {
+// V^T of n values, with 0 for what is not finite.
+NOINLINE Rows value_columns(const bfloat16 *from, int64_t stride, int n, int Dv, float *copy,
+                            bool &finite) {
   vw largest = {};
-  each_group(from, stride, n, Dv, [&](int j, int d, const bfloat16 *at, int64_t step) {
-    turn_values(at, step, copy + d * KEY_WORDS + j / 2, largest);
-  });
+  for (int j = 0; j < n; j += GROUP)
+    for (int d = 0; d < Dv; d += GROUP) {
+      const bfloat16 *const at = from + j * stride;
+      float *const to = copy + d * KEY_WORDS + j / 2;
+      if (n - j >= GROUP && Dv - d >= GROUP) {
+        turn_values(at + d, stride, to, largest);
+        continue;
+      }
+      alignas(64) bfloat16 edge[GROUP * GROUP] = {};
+      for (int r = 0; r < least(n - j, GROUP); r++)
+        convert(vf(group_of(at + r * stride, d, Dv)), reinterpret_cast<float *>(edge + r * GROUP));
+      turn_values(edge, GROUP, to, largest);
+    }
   finite = all_finite(largest);
   for (int d = 0; !finite && d < Dv; d++)
     for (int w = 0; w < to_group(n) / 2; w += VL) make_finite(copy + d * KEY_WORDS + w);
   return {copy, KEY_WORDS};
-}
-
-// -- scores ----------------------------------------------------------------------------------------
-
-// Adds the products of TILES tiles of words to the scores of some keys and of N vectors of rows.
-// Tiles: 0 and 1 are sums, 2 and 3 keys, the others rows, which stay.
-template <int N, int TILES>
-NOINLINE void score_tiles(Rows K, const float *q, int keys, float *s, bool first) {
-  static_assert(N <= 2 && N * TILES <= 4, "eight tiles");
-  each<TILES>([&](auto t) {
-    each<N>([&](auto v) {
-      constexpr int T = VALUE(t), V = VALUE(v);
-      tile_load<4 + T * N + V>(q + T * TILE_WORDS * ROWS + V * VL, ROW_BYTES);
-    });
-  });
-  for (int j = 0; j < keys; j += TILE, K.at += TILE * K.stride, s += TILE * ROWS) {
-    each<N>([&](auto v) {
-      first ? tile_zero<VALUE(v)>() : tile_load<VALUE(v)>(s + VALUE(v) * VL, ROW_BYTES);
-    });
-    each<TILES>([&](auto t) {
-      constexpr int T = VALUE(t), KEYS = 2 + T % 2;
-      tile_load<KEYS>(K.at + T * TILE_WORDS, K.stride * int64_t(sizeof(float)));
-      each<N>([&](auto v) { tile_product<VALUE(v), KEYS, 4 + VALUE(t) * N + VALUE(v)>(); });
-    });
-    each<N>([&](auto v) { tile_store<VALUE(v)>(s + VALUE(v) * VL, ROW_BYTES); });
-  }
-}
-
-NOINLINE void block_keys(const Panel &P, int v, int j0, int keys, float *s) {
-  for (int j = 0; j < keys; j++, s += ROWS)
-    store(s, blocked_by_position(P, v, splat(j0 + j)) ? splat(-INFINITY) : load(s));
-}
-
-// In four chains: each maximum waits for the one before it.
-NOINLINE vf maximum(const float *s, int keys, vf m) {
-  vf top[4] = {m, m, m, m};
-  int j = 0;
-  for (; j + 4 <= keys; j += 4)
-    UNROLL for (int n = 0; n < 4; n++) top[n] = vmax(load(s + (j + n) * ROWS), top[n]);
-  for (; j < keys; j++) top[0] = vmax(load(s + j * ROWS), top[0]);
-  return vmax(vmax(top[0], top[1]), vmax(top[2], top[3]));
-}
-
-// Step 1 of softmax.inl.h, the product, and if `last` the keys blocked by position and step 2.
-template <class T>
-void matrix_scores(Rows K, const float *q, const Panel &P, const Run &run, int n0, bool last, float *s,
-                   float *m) {
-  const int keys = run.j1 - run.j0, words = int(K.stride);
-  K.at += run.j0 * K.stride, s += run.j0 * ROWS;
-  for (int v = run.v0; v < run.v1; v += 2)
-    for (int w = 0; w < words;) {
-      const Rows K_w = {K.at + w, K.stride};
-      const float *q_w = q + w * ROWS + v * VL;
-      const int tiles = (words - w) / TILE_WORDS;
-      const bool one = v + 1 == run.v1, first = w == 0;
-      if (!one && tiles > 1)
-        score_tiles<2, 2>(K_w, q_w, keys, s + v * VL, first), w += 2 * TILE_WORDS;
-      else if (!one)
-        score_tiles<2, 1>(K_w, q_w, keys, s + v * VL, first), w += TILE_WORDS;
-      else if (tiles > 3)
-        score_tiles<1, 4>(K_w, q_w, keys, s + v * VL, first), w += 4 * TILE_WORDS;
-      else if (tiles > 1)
-        score_tiles<1, 2>(K_w, q_w, keys, s + v * VL, first), w += 2 * TILE_WORDS;
-      else
-        score_tiles<1, 1>(K_w, q_w, keys, s + v * VL, first), w += TILE_WORDS;
-    }
-  for (int v = run.v0; last && v < run.v1; v++) {
-    if (run.cut) block_keys(P, v, n0 + run.j0, keys, s + v * VL);
-    store(m + v * VL, maximum(s + v * VL, keys, load(m + v * VL)));
-  }
-}
-
-// -- weights ---------------------------------------------------------------------------------------
-
-// Two neighbours as words: what the first 8 bits are, and the next 8.
-INLINE void split(vf first, vf second, float *high, float *low) {
-  constexpr uint32_t UPPER = 0xffff0000u;
-  const vu x = vu(first) & UPPER, y = vu(second) & UPPER;
-  store(high, vf(x >> 16 | y));
-  const vu rest = vu(first - vf(x)), more = vu(second - vf(y));
-  store(low, vf(rest >> 16 | (more & UPPER)));
-}
-
-// Steps 3 and 4 of a run and a vector of rows. The words of two keys stand where their scores did,
-// those of the first parts before those of the second ones.
-template <class T, int WANTED>
-void matrix_weights(float *s, int keys, vf base, float exponent, vi own, Sums &sums) {
-  for (int j0 = 0; j0 < keys; j0 += TILE) {
-    const int end = int(least(keys, j0 + TILE));
-    vf part = {};
-    const auto p = [&](int j) __attribute__((always_inline)) {
-      return weight<WANTED>(load(s + j * ROWS), base, exponent, own - j, part, sums.entropy,
-                            sums.distance);
-    };
-    for (int j = j0; j < end; j += 2) {
-      const vf first = p(j), second = j + 1 < end ? p(j + 1) : vf{};
-      split(first, second, s + j * ROWS, s + (j + 1) * ROWS);
-    }
-    sums.l += part;
-  }
-}
-
-// Step 5 of one vector of rows and COUNT groups of keys.
-// Tiles: 0 are sums, 1 values, the others weights, which stay.
-template <int COUNT>
-NOINLINE void weigh_groups(const float *values, const float *p, float *o, int Dv, bool fresh) {
-  each<COUNT>([&](auto g) {
-    constexpr int G = VALUE(g);
-    tile_load<2 + 2 * G>(p + G * GROUP * ROWS, 2 * ROW_BYTES);
-    tile_load<3 + 2 * G>(p + G * GROUP * ROWS + ROWS, 2 * ROW_BYTES);
-  });
-  for (int d = 0; d < Dv; d += TILE, o += TILE * ROWS, values += TILE * KEY_WORDS) {
-    fresh ? tile_zero<0>() : tile_load<0>(o, ROW_BYTES);
-    each<COUNT>([&](auto g) {
-      constexpr int G = VALUE(g);
-      tile_load<1>(values + G * TILE_WORDS, KEY_WORDS * sizeof(float));
-      tile_product<0, 1, 2 + 2 * G>();
-      tile_product<0, 1, 3 + 2 * G>();
-    });
-    tile_store<0>(o, ROW_BYTES);
-  }
-}
-
-NOINLINE void rescale(float *o, vf a, int Dv) {
-  if (!any(a != 1.f)) return;
-  for (int d = 0; d < Dv; d++) store(o + d * ROWS, load(o + d * ROWS) * a);
-}
-
-// The keys of a block that a vector of rows sees, in whole groups; their weights are 0 where only
-// others see them.
-struct Keys {
-  int first, end;
-};
-INLINE Keys fill_groups(const Run *runs, int count, int v, float *p) {
-  Keys seen = {0, 0};
-  const auto fill = [=](int j, int end) {
-    for (; j < end; j++) store(p + j * ROWS + v * VL, vf{});
-  };
-  for (const Run *run = runs; run < runs + count; run++) {
-    if (v < run->v0 || v >= run->v1) continue;
-    if (seen.end == 0) seen.first = seen.end = run->j0 / GROUP * GROUP;
-    fill(seen.end, run->j0);
-    seen.end = run->j1 + run->j1 % 2;
-  }
-  fill(seen.end, to_group(seen.end));
-  return {seen.first, to_group(seen.end)};
-}
-
-// Step 5 of a panel and a block.
-template <class T>
-void matrix_weigh(Rows V, const Run *runs, int count, int vectors, float *p, float *o, const float *a,
-                  int Dv, bool fresh) {
-  for (int v = 0; v < vectors; v++) {
-    const Keys seen = fill_groups(runs, count, v, p);
-    const int groups = (seen.end - seen.first) / GROUP;
-    const float *values = V.at + seen.first / 2, *p_v = p + seen.first * ROWS + v * VL;
-    float *const o_v = o + v * VL;
-    if (!fresh) rescale(o_v, load(a + v * VL), Dv);
-    switch (groups) {
-      case 0: if (fresh) weigh_groups<0>(values, p_v, o_v, Dv, true); break;
-      case 1: weigh_groups<1>(values, p_v, o_v, Dv, fresh); break;
-      case 2: weigh_groups<2>(values, p_v, o_v, Dv, fresh); break;
-      default: weigh_groups<3>(values, p_v, o_v, Dv, fresh);
-    }
-  }
 }
 
 }  // namespace

@@ -1,33 +1,29 @@
-// The two products of few rows (few.inl.h) by matrix tiles: K is read where it lies, V made to words of
-// two keys once for each block, and not turned.
+// The two products of few rows (few.inl.h), with the sums of matrices.inl.h:
 //
-//   matrix_few_scores    S^T = K Q^T      16 keys at a time, a column for each row
-//   matrix_few_weigh     O += P V         16 columns at a time, a row for each row
+//   matrix_few_scores   S^T = K Q^T   16 keys at a time, where they lie; a column for each row
+//   matrix_few_weigh    O += P V      16 columns at a time; a row for each row. One or two rows go by
+//                                     vectors: V need not be made to words, and 12 rows of 1500 keys
+//                                     took 0.75 of the time (a Xeon with AMX, 2026-12)
 //
-// The sums are those of matrices.inl.h, and so are the bits. The columns of 32 stand in the order of
-// pair_values.
+// Each asks for what the other one will read, so that memory and arithmetic wait less for each other.
 
 namespace {
 
 // Asks for n rows.
 INLINE void expect_rows(const FewRows<bfloat16> &rows, int64_t j, int n) {
-  constexpr int LINE = 64;
-  const char *at = (const char *)(rows.at + j * rows.stride);
-  const int64_t bytes = rows.size * int64_t(sizeof(bfloat16));
-  for (; n > 0; n--, at += rows.stride * int64_t(sizeof(bfloat16)))
-    for (int64_t b = 0; b < bytes; b += LINE) __builtin_prefetch(at + b, 0, 3);
+  constexpr int LINE = 64 / sizeof(bfloat16);
+  for (const bfloat16 *row = rows.at + j * rows.stride; n > 0; n--, row += rows.stride)
+    for (int d = 0; d < rows.size; d += LINE) __builtin_prefetch(row + d, 0, 3);
 }
 
 // Step 1. Where a row of keys does not fill its tiles, or the keys theirs, they are copied.
-template <class T>
-__attribute__((noinline)) void matrix_few_scores(const FewRows<T> &K, const FewRows<T> &V, const float *q, int few, const Run &run,
-                                float *copy, float *tile, float *s) {
+NOINLINE void matrix_few_scores(const FewRows<bfloat16> &K, const FewRows<bfloat16> &V,
+                                const float *q, int few, const Run &run, float *copy, float *tile,
+                                float *s) {
   const int words = head_words(K.size), tiles = words / TILE_WORDS;
-  const auto load_rows = [=](int t, auto n) {
-    tile_load<FEW_ROWS + VALUE(n)>(q + t * TILE_WORDS * ROWS, ROW_BYTES);
-  };
-  if (tiles <= 2) load_rows(0, Number<0>{});
-  if (tiles == 2) load_rows(1, Number<1>{});
+  constexpr int Q_TILE = TILE_WORDS * ROWS;  // of the panel's numbers
+  tile_load<FEW_ROWS>(q, ROW_BYTES);
+  if (tiles == 2) tile_load<FEW_ROWS + 1>(q + Q_TILE, ROW_BYTES);
   for (int j = run.j0; j < run.j1; j += TILE) {
     const int keys = int(least(run.j1 - j, TILE));
     const char *at = (const char *)(K.at + j * K.stride);
@@ -40,7 +36,7 @@ __attribute__((noinline)) void matrix_few_scores(const FewRows<T> &K, const FewR
     tile_zero<FEW_SUMS>();
     for (int t = 0; t < tiles; t++, at += GROUP * sizeof(bfloat16)) {
       tile_load<FEW_KEYS>(at, bytes);
-      if (tiles > 2) load_rows(t, Number<0>{});
+      if (tiles > 2) tile_load<FEW_ROWS>(q + t * Q_TILE, ROW_BYTES);
       if (tiles == 2 && t == 1)
         tile_product<FEW_SUMS, FEW_KEYS, FEW_ROWS + 1>();
       else
@@ -82,22 +78,11 @@ NOINLINE vf few_sums_of_tiles(const float *p, int few, const Run &run) {
 
 // -- values ----------------------------------------------------------------------------------------
 
-// The 32 numbers of a row from column d on, 0 beyond the last one.
-INLINE vu columns_of(const bfloat16 *row, int d, int n) {
-  if (n - d >= GROUP) return load_bytes<vu>(row + d);
-  bfloat16 edge[GROUP] = {};
-  memcpy(edge, row + d, size_t(n - d) * sizeof(bfloat16));
-  return load_bytes<vu>(edge);
-}
-
-constexpr uint32_t UPPER = 0xffff0000u;
-
 // Where column d stands in a row of the output: of 32 first the even ones, then the odd ones.
 INLINE int place_of(int d) { return d / GROUP * GROUP + d % 2 * VL + d % GROUP / 2; }
 
 // A row of the output in that order, times a factor, to where it is wanted.
-template <class T>
-void matrix_unpack(const float *o, vf factor, T *row, int Dv) {
+NOINLINE void matrix_few_unpack(const float *o, vf factor, bfloat16 *row, int Dv) {
   vi low, high;
   UNROLL for (int n = 0; n < VL; n++) low[n] = n / 2 + n % 2 * VL, high[n] = low[n] + VL / 2;
   for (int d = 0; d < Dv; d += 2 * VL) {
@@ -131,7 +116,7 @@ INLINE bool weigh_by_vectors(const FewRows<bfloat16> &V, const FewRows<bfloat16>
   const auto add = [&](int j, Part &sum) __attribute__((always_inline)) {
     UNROLL for (int c = 0; c < COLUMNS; c++) {
       const bfloat16 *const row = V.at + j * V.stride;
-      vu x = CARE ? columns_of(row, d + c * GROUP, V.size) : load_bytes<vu>(row + d + c * GROUP);
+      vu x = CARE ? group_of(row, d + c * GROUP, V.size) : load_bytes<vu>(row + d + c * GROUP);
       if (CARE) largest = larger(largest, vw(x)), x = vu(finite_or_0(vw(x)));
       const vf even = vf(x << 16), odd = vf(x & UPPER);
       UNROLL for (int i = 0; i < R; i++) UNROLL for (int part = 0; part < 2; part++) {
@@ -203,18 +188,17 @@ NOINLINE bool weigh_by_tiles(const FewRows<bfloat16> &V, const FewRows<bfloat16>
                              int64_t stride) {
   constexpr int COLUMN = BLOCK / 2 * VL;  // floats of 16 columns
   const int first = run.j0 / GROUP * GROUP, end = to_group(run.j1);
-  for (int i = 0; i < few; i++) {
-    for (int j = first; j < run.j0; j++) p[i * FEW_STRIDE + j] = 0;
-    for (int j = run.j1; j < end; j++) p[i * FEW_STRIDE + j] = 0;
-  }
+  for (int i = 0; i < few; i++)
+    for (int j = first; j < end; j++)
+      if (j < run.j0 || j >= run.j1) p[i * FEW_STRIDE + j] = 0;
   cut_weights(p, few, first, end, words);
   vw largest = {};
   for (int j = first; j < end; j += 2) {
     const bfloat16 *const row = V.at + j * V.stride;
     expect_rows(K, BLOCK + j, 2);
     for (int d = 0; d < V.size; d += GROUP) {
-      const vu x = j < run.j1 ? columns_of(row, d, V.size) : vu{};
-      const vu y = j + 1 < run.j1 ? columns_of(row + V.stride, d, V.size) : vu{};
+      const vu x = j < run.j1 ? group_of(row, d, V.size) : vu{};
+      const vu y = j + 1 < run.j1 ? group_of(row + V.stride, d, V.size) : vu{};
       largest = larger(larger(largest, vw(x)), vw(y));
       float *const to = copy + d / VL * COLUMN + j / 2 * VL;
       store(to, vf((x & ~UPPER) | y << 16)), store(to + COLUMN, vf(x >> 16 | (y & UPPER)));
@@ -241,9 +225,9 @@ NOINLINE bool weigh_by_tiles(const FewRows<bfloat16> &V, const FewRows<bfloat16>
 }
 
 // Steps 4 and 5; V are the values of the block, K its keys.
-template <class T>
-vf matrix_few_weigh(const FewRows<T> &V, const FewRows<T> &K, const Run &run, const float *s,
-                    float *p, float *words, int few, float *copy, float *o, vf a) {
+NOINLINE vf matrix_few_weigh(const FewRows<bfloat16> &V, const FewRows<bfloat16> &K,
+                             const Run &run, const float *s, float *p, float *words, int few,
+                             float *copy, float *o, vf a) {
   const int64_t stride = few_vectors(V.size) * VL;
   for (int i = 0; i < few; i++)
     for (float *o_i = o + i * stride, *end = o_i + stride; o_i < end; o_i += VL)
@@ -254,5 +238,19 @@ vf matrix_few_weigh(const FewRows<T> &V, const FewRows<T> &K, const Run &run, co
   if (!finite) spoil_few(V, run, s, few, o);
   return few_sums_of_tiles(p, few, run);
 }
+
+template <>
+struct Matrices<bfloat16> {
+  static constexpr auto &values = value_columns;
+  static constexpr auto &scores = matrix_scores;
+  template <int WANTED>
+  INLINE static void weights(float *s, int keys, vf base, float exponent, vi own, Sums &sums) {
+    matrix_weights<WANTED>(s, keys, base, exponent, own, sums);
+  }
+  static constexpr auto &weigh = matrix_weigh;
+  static constexpr auto &few_scores = matrix_few_scores;
+  static constexpr auto &few_weigh = matrix_few_weigh;
+  static constexpr auto &few_unpack = matrix_few_unpack;
+};
 
 }  // namespace

@@ -8,7 +8,8 @@
 //                and by the same instruction, with ones for values
 //   out_i        o_i over `used`; m, z and the statistics are of the p_ij before they are rounded
 //
-// Products are exact, sums are float32. Denormal numbers count as 0, as the instruction has it.
+// Products are exact, sums are float32. Denormal numbers count as 0, as the instruction has it. Of
+// this file products of matrices (matrices.inl.h) share the words of query and key.
 
 namespace {
 

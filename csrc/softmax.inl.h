@@ -20,18 +20,6 @@ struct Data {
   int64_t doc_k_stride;
 };
 
-// What matrices.inl.h defines where MATRICES<T>.
-template <class T>
-Rows value_columns(const T *from, int64_t stride, int n, int Dv, float *copy, bool &finite);
-template <class T>
-void matrix_scores(Rows K, const float *q, const Panel &P, const Run &run, int n0, bool last, float *s,
-                   float *m);
-template <class T, int WANTED>
-void matrix_weights(float *s, int keys, vf base, float exponent, vi own, Sums &sums);
-template <class T>
-void matrix_weigh(Rows V, const Run *runs, int count, int vectors, float *p, float *o, const float *a,
-                  int Dv, bool fresh);
-
 INLINE vi blocked_by_position(const Panel &P, int v, vi j) {
   return (j < load(P.first + v * VL)) | (j >= load(P.end + v * VL));
 }

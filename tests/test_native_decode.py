@@ -85,6 +85,7 @@ import math
 import torch
 from test_native_decode import (test_every_rule, test_head_sizes, test_long,
                                 test_the_same_bits_among_many_rows,
+                                test_numbers_at_the_end_of_their_range_have_the_same_bits,
                                 test_what_is_seen_and_not_finite_arrives_as_among_many_rows,
                                 test_a_row_whose_keys_end_with_it_has_the_bits_it_has_in_a_prompt)
 from test_native import ALL_RULES
@@ -100,6 +101,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     test_the_same_bits_among_many_rows("causal", dtype)
     test_the_same_bits_among_many_rows("window", dtype)
     test_a_row_whose_keys_end_with_it_has_the_bits_it_has_in_a_prompt(dtype)
+    test_numbers_at_the_end_of_their_range_have_the_same_bits(dtype)
     for where in ("key", "value"):
         for poison in (math.nan, math.inf):
             test_what_is_seen_and_not_finite_arrives_as_among_many_rows(where, poison, dtype)
@@ -163,6 +165,22 @@ def test_a_row_whose_keys_end_with_it_has_the_bits_it_has_in_a_prompt(dtype):
             torch.set_num_threads(threads)
             alone = attend(query[:, :, i : i + 1], key[:, :, :end], value[:, :, :end])
             same_bits(alone, many[:, :, i : i + 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_at_the_end_of_their_range_have_the_same_bits(dtype):
+    """Products and sums that are no normal float32 any more, and small weights: some instructions
+    take these for 0."""
+    for G, sharpness in ((1, 1), (2, 6), (4, 1), (5, 6)):
+        query, key, value = draw(G=G, S=300, D=40, Dv=70, dtype=dtype)
+        query, value = query * sharpness, value * (torch.finfo(dtype).tiny * 4)
+        many = attend(query, key, value)
+        assert many.any()
+        for i in (0, 7):
+            same_bits(attend(query[:, :, i : i + 1], key, value), many[:, :, i : i + 1])
+        tiny = key * torch.finfo(dtype).tiny
+        many = attend(query, tiny, value, scale=1e30)
+        same_bits(attend(query[:, :, 3:4], tiny, value, scale=1e30), many[:, :, 3:4])
 
 
 @pytest.mark.parametrize("G", [2, 3, 8])
