@@ -65,7 +65,7 @@ INLINE void few_pairs(const FewRows<T> &V, int64_t c0, int64_t j, bool two, bool
   UNROLL for (int c = 0; c + 1 < C; c += 2) {
     const T *at = V.at + j * V.stride + (c0 + c) * VL;
     const W x = load_bytes<W>(at), y = two ? load_bytes<W>(at + V.stride) : W{};
-    v_j[c] = vf(__builtin_shuffle(x, y, even)), v_j[c + 1] = vf(__builtin_shuffle(x, y, odd));
+    v_j[c] = vf(pick(x, y, even)), v_j[c + 1] = vf(pick(x, y, odd));
   }
 }
 
@@ -78,7 +78,7 @@ INLINE void sort_columns(V &even, V &odd) {
     first[n] = quad % 2 * VL + quad / 2 * 4 + n % 4;
     second[n] = after % 2 * VL + after / 2 * 4 + n % 4;
   }
-  const V a = __builtin_shuffle(even, odd, first), b = __builtin_shuffle(even, odd, second);
+  const V a = pick(even, odd, first), b = pick(even, odd, second);
   even = a, odd = b;
 }
 
@@ -171,7 +171,7 @@ INLINE void few_weigh_tile(const FewRows<T> &V, const FewRows<T> &next, int64_t 
       const int at = i * FEW_STRIDE;
       float *o_id = o + (i * few_vectors(V.size) + c0 + c) * VL;
       if (again) sum[i][c] = few_sums_of_any(V, c0 + c, W.s + at, W.words + at, j0, j1);
-      store(o_id, n == 0 ? load(o_id) * a[i] + sum[i][c] : load(o_id) + sum[i][c]);
+      store(o_id, (n == 0 ? rounded(load(o_id) * a[i]) : load(o_id)) + sum[i][c]);
     }
   }
   UNROLL for (int i = 0; COUNT && i < R; i++) sums[i] = of_p[i];

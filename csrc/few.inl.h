@@ -50,7 +50,8 @@ NOINLINE void cut_few(const Panel &P, int few, const Run &run, int n0, float *s)
     for (int j = run.j0; j < run.j1; j += VL) {
       const vi n = lanes + (n0 + j);
       const vf s_i = load_as_float(s + j);
-      convert((n < P.first[i]) | (n >= P.end[i]) ? splat(-INFINITY) : s_i, s + j);
+      const vi blocked = (n < P.first[i]) | (n >= P.end[i]);
+      convert(blocked ? splat(-INFINITY) : s_i, s + j);
     }
 }
 

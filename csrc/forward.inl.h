@@ -100,8 +100,8 @@ void weigh_block(const Item &item, const Block &block, const Sight &sight, int n
                         block.V.at + j0 / A_WORD * block.V.stride, (j1 - j0 + A_WORD - 1) / A_WORD,
                         run->v0 - v0, run->v1 - v0};
     }
+    if (count == 0) continue;
     const bool fresh = P.fresh;
-    if (count == 0 && (fresh || start > 0)) continue;  // but o_i a_i is rounded in any case
     P.fresh = false;
     float *const o = item.out(n) + v0 * VL, *const f = factors + v0 * VL;
     switch (v1 - v0) {

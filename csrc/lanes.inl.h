@@ -3,7 +3,11 @@
 
 #define INLINE inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 namespace {
 
@@ -44,6 +48,20 @@ constexpr float LN2 = 0.6931471805599453f;
 
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vi splat(int32_t x) { return x - vi{}; }
+
+// Of two vectors one behind the other, the lanes with these numbers, which the compiler knows.
+template <class V, class N>
+INLINE V pick(V a, V b, N numbers) {
+#ifdef __clang__
+  constexpr int LANES = int(sizeof(V) / sizeof(a[0]));
+  V v;
+  UNROLL for (int n = 0; n < LANES; n++)
+    v[n] = numbers[n] < LANES ? a[numbers[n]] : b[numbers[n] - LANES];
+  return v;
+#else
+  return __builtin_shuffle(a, b, numbers);
+#endif
+}
 
 template <class V>
 INLINE V load_bytes(const void *from) {

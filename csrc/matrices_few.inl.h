@@ -87,8 +87,8 @@ NOINLINE void matrix_few_unpack(const float *o, vf factor, bfloat16 *row, int Dv
   UNROLL for (int n = 0; n < VL; n++) low[n] = n / 2 + n % 2 * VL, high[n] = low[n] + VL / 2;
   for (int d = 0; d < Dv; d += 2 * VL) {
     const vf even = load(o + d) * factor, odd = load(o + d + VL) * factor;
-    store_from_float(__builtin_shuffle(even, odd, low), row + d, Dv - d);
-    if (d + VL < Dv) store_from_float(__builtin_shuffle(even, odd, high), row + d + VL, Dv - d - VL);
+    store_from_float(pick(even, odd, low), row + d, Dv - d);
+    if (d + VL < Dv) store_from_float(pick(even, odd, high), row + d + VL, Dv - d - VL);
   }
 }
 

@@ -83,8 +83,8 @@ INLINE void weigh_tile(const Step *step, int steps, int64_t stride, int d0, floa
   }
   UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++) {
     float *o_id = o + (d0 + d) * ROWS + v * VL;
-    // Two whole expressions: a product chosen first would be fused with the sum in some tiles only.
-    store(o_id, fresh ? vf{} + sum[d][v] : load(o_id) * load(a + v * VL) + sum[d][v]);
+    // Rounded: compilers would fuse it with the sum in some tiles only.
+    store(o_id, fresh ? vf{} + sum[d][v] : rounded(load(o_id) * load(a + v * VL)) + sum[d][v]);
   }
 }
 

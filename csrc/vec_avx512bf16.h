@@ -27,7 +27,7 @@ INLINE vf pairs_of<true>(vf low, vf high) {
 template <>
 INLINE vf pair_of<true>(vf first, vf second) {
   const vw halves = vw(pairs_of<true>(first, second));
-  return vf(__builtin_shuffle(halves, vw{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+  return vf(pick(halves, halves, vw{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                          8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15,
                                          31}));
 }
