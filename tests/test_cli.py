@@ -339,7 +339,8 @@ def test_forced_colours_are_blue_and_teal_and_no_color_wins():
 def test_a_terminal_without_the_letters_still_gets_the_numbers():
     done = process("walkthrough", "犬 б " * 20, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "largest difference" in done.stdout
+    # The last step; whether torch's two sums differ at all depends on the processor.
+    assert "largest difference" in done.stdout or "no difference at all" in done.stdout
 
 
 def test_errors_of_the_real_command():
