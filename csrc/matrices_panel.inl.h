@@ -52,12 +52,15 @@ NOINLINE void matrix_scores(Rows K, const float *q, const Panel &P, const Run &r
                             bool last, float *s, float *m) {
   const int keys = run.j1 - run.j0, words = int(K.stride);
   K.at += run.j0 * K.stride, s += run.j0 * ROWS;
-  for (int v = run.v0; v < run.v1; v += 2)
+  // Two vectors share the keys that a tile holds; but one whose words fill the tiles that stay needs
+  // no sums in between (D = 128: 0.93 to 0.98 of the time).
+  const int vectors = words % (4 * TILE_WORDS) == 0 ? 1 : 2;
+  for (int v = run.v0; v < run.v1; v += vectors)
     for (int w = 0; w < words;) {
       const Rows K_w = {K.at + w, K.stride};
       const float *q_w = q + w * ROWS + v * VL;
       const int tiles = (words - w) / TILE_WORDS;
-      const bool one = v + 1 == run.v1, first = w == 0;
+      const bool one = vectors == 1 || v + 1 == run.v1, first = w == 0;
       if (!one && tiles > 1)
         score_tiles<2, 2>(K_w, q_w, keys, s + v * VL, first), w += 2 * TILE_WORDS;
       else if (!one)
