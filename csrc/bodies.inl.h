@@ -20,6 +20,7 @@
 #include "decode_values.inl.h"
 #ifdef BY_MATRICES
 #include "matrices_few.inl.h"
+#include "matrices_few_values.inl.h"
 #endif
 #include "block.inl.h"
 #include "few.inl.h"

@@ -37,7 +37,7 @@ struct boolean {
 // the lower half.
 template <class T>
 constexpr bool PAIRED = false;
-// Whether the products of a type are those of matrices, and these (matrices_few.inl.h).
+// Whether the products of a type are those of matrices, and these (matrices_few_values.inl.h).
 template <class T>
 constexpr bool MATRICES = false;
 template <class T>
