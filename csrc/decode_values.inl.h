@@ -5,7 +5,8 @@
 namespace {
 
 // The output of few rows is a row of whole vectors for each. The last one ends with the last
-// column, so it may hold columns of the one before it again.
+// column, so it may hold columns of the one before it again. Products of matrices make two at a time
+// (place_of in matrices_few_values.inl.h).
 INLINE int64_t few_vectors(int64_t Dv) {
   constexpr int STEP = MATRICES<bfloat16> ? 2 : 1;
   return (Dv + STEP * VL - 1) / (STEP * VL) * STEP;

@@ -1,8 +1,8 @@
 // The second product of few rows, as in matrices.inl.h:
 //
 //   matrix_few_weigh    O += P V      16 columns at a time; a row for each row. One or two rows go by
-//                                     vectors: V need not be made to words, and 12 rows of 1500 keys
-//                                     took 0.75 of the time (a Xeon with AMX, 2026-12)
+//                                     vectors: V need not be made to words, and 12 heads of one row
+//                                     over 1500 keys took 0.75 of the time (a Xeon, 2026-12)
 
 namespace {
 

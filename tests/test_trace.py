@@ -1,5 +1,6 @@
 """The traced steps against the textbook's modules: the same numbers, step for step."""
 
+import copy
 import inspect
 import math
 
@@ -10,6 +11,7 @@ from torch.testing import assert_close
 from clearhead import AuxRequest
 from clearhead.inspection.trace import trace, worked_example
 from clearhead.module import MultiHeadAttention
+from clearhead.testing import assert_within_budget
 from clearhead.textbook import MultiHeadAttentionWrapper
 
 NAMES = ["queries", "keys", "values", "q", "k", "v", "scores", "masked", "weights", "context",
@@ -20,6 +22,12 @@ SENTENCE = ["the", "dog", "fetched", "the", "ball"]
 def by_name(steps):
     assert len({step.name for step in steps}) == len(steps)
     return {step.name: step for step in steps}
+
+
+def assert_answer_of(wrapper, x, values):
+    """Within the table's budget: one head's products and all heads' differ on some processors."""
+    gold = copy.deepcopy(wrapper).double()(x.double()).detach()
+    assert_within_budget(values, gold, wrapper(x).detach())
 
 
 @pytest.fixture
@@ -46,14 +54,14 @@ def test_wrapper_and_efficient_agree_at_every_step_they_share(wrapper, x):
     assert list(plain) == ["x", *NAMES[3:]]
     for name, step in plain.items():
         assert_close(step.values, efficient[name].values)
-    assert_close(plain["output"].values, wrapper(x).detach())
+    assert_answer_of(wrapper, x, plain["output"].values)
 
 
 def test_wrapper_without_out_proj_ends_with_the_joined_heads(x):
     wrapper = MultiHeadAttentionWrapper(7, 3, 2, out_proj=False)
     steps = trace(wrapper, x)
     assert steps[-1].name == "recombined"
-    assert_close(steps[-1].values, wrapper(x).detach())
+    assert_answer_of(wrapper, x, steps[-1].values)
 
 
 def test_one_head_of_the_trace_is_that_head_alone(wrapper, x):
