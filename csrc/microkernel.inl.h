@@ -1,6 +1,6 @@
 // The two products, with query rows in the lanes and one register tile of sums.
 //
-//   dot       s_ij = sum_d q_id k_jd    for TILE keys j and NV vectors of rows i
+//   dot       s_ij = sum_d q_id k_jd    for SCORE_TILE keys j and NV vectors of rows i
 //   weigh     o_id = o_id a_i + sum_j p_ij v_jd    for TILE columns d and NV vectors of rows i
 //
 // Rows are in lanes, so k_jd and v_jd are read where they stand, one number at a time, any head size
@@ -33,7 +33,7 @@ INLINE void dot(Rows K, const float *q, int words, vf (&s_ij)[KEYS][N]) {
   UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++) s_ij[j][v] = vf{};
   const float *k[KEYS];
   UNROLL for (int j = 0; j < KEYS; j++) k[j] = K.at + j * K.stride;
-  for (int d = 0; d < words; d++) {
+  const auto add = [&](int d) __attribute__((always_inline)) {
     vf q_i[N];
     UNROLL for (int v = 0; v < N; v++) q_i[v] = load(q + d * ROWS + v * VL);
     UNROLL for (int j = 0; j < KEYS; j++) {
@@ -41,7 +41,11 @@ INLINE void dot(Rows K, const float *q, int words, vf (&s_ij)[KEYS][N]) {
       UNROLL for (int v = 0; v < N; v++)
         s_ij[j][v] = add_product<PAIRS>(s_ij[j][v], k_jd, q_i[v]);
     }
-  }
+  };
+  constexpr int AT_ONCE = SCORE_WORDS;  // an iteration
+  int d = 0;
+  for (; d + AT_ONCE <= words; d += AT_ONCE) UNROLL for (int n = 0; n < AT_ONCE; n++) add(d + n);
+  for (; AT_ONCE > 1 && d < words; d++) add(d);
 }
 
 // A stretch of keys that vectors [v0, v1) of a panel see: its weights, its values, and how many words.

@@ -28,45 +28,41 @@ INLINE vi blocked_by_position(const Panel &P, int v, vi j) {
 // a row does not see by its position, and step 2.
 template <bool PAIRS, int KEYS, int N>
 INLINE void score_tile(Rows K, const float *q, int words, const Panel &P, int v0, int n, bool last,
-                       bool cut, float *s, vf (&top)[N]) {
+                       bool cut, float *s, float *m) {
   const int stretch = stretch_of<PAIRS>(words);
-  int d = 0;
-  for (; d + stretch < words; d += stretch) {
-    vf part[KEYS][N];
-    dot<PAIRS, KEYS, N>({K.at + d, K.stride}, q + d * ROWS, stretch, part);
-    UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++) {
-      float *s_ij = s + j * ROWS + v * VL;
-      store(s_ij, d ? load(s_ij) + part[j][v] : part[j][v]);
-    }
-  }
   vf s_ij[KEYS][N];
-  dot<PAIRS, KEYS, N>({K.at + d, K.stride}, q + d * ROWS, words - d, s_ij);
-  if (d)
+  dot<PAIRS, KEYS, N>(K, q, int(least(stretch, words)), s_ij);
+  for (int d = stretch; d < words; d += stretch) {
+    vf part[KEYS][N];
+    dot<PAIRS, KEYS, N>({K.at + d, K.stride}, q + d * ROWS, int(least(stretch, words - d)), part);
     UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++)
-      s_ij[j][v] += load(s + j * ROWS + v * VL);
+      s_ij[j][v] += part[j][v];
+  }
   if (last && cut)
     UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++)
       s_ij[j][v] = blocked_by_position(P, v0 + v, splat(n + j)) ? splat(-INFINITY) : s_ij[j][v];
-  UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++) {
+  UNROLL for (int j = 0; j < KEYS; j++) UNROLL for (int v = 0; v < N; v++)
     store(s + j * ROWS + v * VL, s_ij[j][v]);
-    if (last) top[v] = vmax(s_ij[j][v], top[v]);
+  if (!last) return;
+  UNROLL for (int v = 0; v < N; v++) {
+    vf top = load(m + v * VL);
+    UNROLL for (int j = 0; j < KEYS; j++) top = vmax(s_ij[j][v], top);
+    store(m + v * VL, top);
   }
 }
 
 template <bool PAIRS, int N>
 NOINLINE void scores(Rows K, const float *q, int words, const Panel &P, const Run &run, int n0,
                      bool last, float *s, float *m) {
-  vf top[N];
-  UNROLL for (int v = 0; v < N; v++) top[v] = load(m + v * VL);
   int j = run.j0;
   if (N == 1)
     for (; j + TILE1 <= run.j1; j += TILE1)
       score_tile<PAIRS, TILE1, N>({K.at + j * K.stride, K.stride}, q, words, P, run.v0, n0 + j, last,
-                                  run.cut, s + j * ROWS, top);
-  for (; j < run.j1; j += TILE)
-    score_tile<PAIRS, TILE, N>({K.at + j * K.stride, K.stride}, q, words, P, run.v0, n0 + j, last,
-                               run.cut, s + j * ROWS, top);
-  UNROLL for (int v = 0; v < N; v++) store(m + v * VL, top[v]);
+                                  run.cut, s + j * ROWS, m);
+  constexpr int KEYS = PAIRS ? TILE : SCORE_TILE;
+  for (; j < run.j1; j += KEYS)
+    score_tile<PAIRS, KEYS, N>({K.at + j * K.stride, K.stride}, q, words, P, run.v0, n0 + j, last,
+                               run.cut, s + j * ROWS, m);
 }
 
 INLINE vf magnitude(vi x) { return __builtin_convertvector(x < 0 ? -x : x, vf); }

@@ -6,6 +6,7 @@ constexpr int KL = 8;
 constexpr int NV = 3;     // vectors of rows in a panel
 constexpr int TILE = 4;   // 4 x 3 sums + 3 rows + 1 broadcast = 16 registers
 constexpr int TILE1 = 8;  // 8 sums + 1 + 1
+constexpr int SCORE_TILE = TILE, SCORE_WORDS = 1;
 constexpr float EXP2_LEAST = -127;  // from here down exp2 is 0
 
 #include "lanes.inl.h"

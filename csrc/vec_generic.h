@@ -9,6 +9,7 @@ constexpr int KL = 4;     // keys in lanes: no more than two quads, which loads 
 constexpr int NV = 3;     // vectors of rows in a panel
 constexpr int TILE = 4;   // keys (or value columns) of a register tile: 4 x 3 sums + 3 + 1 = 16
 constexpr int TILE1 = 8;  // the same where one vector of rows is left: 8 sums + 1 + 1
+constexpr int SCORE_TILE = TILE, SCORE_WORDS = 1;
 constexpr float EXP2_LEAST = -127;  // from here down exp2 is 0
 
 #include "lanes.inl.h"

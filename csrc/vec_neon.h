@@ -8,6 +8,7 @@ constexpr int KL = 4;
 constexpr int NV = 3;      // vectors of rows in a panel
 constexpr int TILE = 8;    // 8 x 3 sums + 3 rows + 1 broadcast = 28 registers
 constexpr int TILE1 = 16;  // 16 sums + 1 + 1
+constexpr int SCORE_TILE = TILE, SCORE_WORDS = 1;
 constexpr float EXP2_LEAST = -127;  // from here down exp2 is 0
 
 #include "lanes.inl.h"
