@@ -125,8 +125,8 @@ void see_block(const Item &item, Block &block, int n) {
 
   alignas(64) float m[ROWS], base[ROWS], a[ROWS];
   Move old[NV];
-  Sums sums[NV] = {};
-  for (int v = 0; v < P.vectors; v++) store(m + v * VL, P.state[v].m);
+  Sums sums[NV];
+  for (int v = 0; v < P.vectors; v++) sums[v] = Sums{}, store(m + v * VL, P.state[v].m);
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++) {
     foresee<T>(item, block, n, int(run - sight.runs), sight.count * 2);
     score_run<T>(item, P, block, sight.data, *run, item.q(n), m);

@@ -54,33 +54,39 @@ INLINE Rows key_rows(const bfloat16 *from, int64_t stride, int n, int D, float *
 
 constexpr uint16_t NOT_FINITE = 0x7f80;  // all bits of the exponent
 
-INLINE bfloat16 finite_or_0(bfloat16 x) {
-  return (x.bits & NOT_FINITE) == NOT_FINITE ? bfloat16{0} : x;
-}
+// Which numbers of two rows of 2 VL are the words of their first VL columns.
+constexpr vw FIRST_WORDS = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                            8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+static_assert(VL == 16, "the numbers are of sixteen lanes");
 
 // Pairs of rows j, with 0 for what is not finite.
 INLINE Rows value_rows(const bfloat16 *from, int64_t stride, int n, int Dv, float *copy,
                        bool &finite) {
-  vi bad = {};
-  bool bad_one = false;
+  vw bad = {};
+  const auto checked = [&](vw x) __attribute__((always_inline)) {
+    const vw bad_x = vw((x & NOT_FINITE) == NOT_FINITE);
+    bad |= bad_x;
+    return x & ~bad_x;
+  };
   float *to = copy;
   for (int j = 0; j < n; j += 2, to += Dv) {
     const bfloat16 *one = from + j * stride, *two = j + 1 < n ? one + stride : nullptr;
     int d = 0;
-    for (; d + VL <= Dv; d += VL) {
-      vu x = __builtin_convertvector(load_bytes<vh>(one + d), vu), y = {};
-      if (two) y = __builtin_convertvector(load_bytes<vh>(two + d), vu);
-      const vi bad_x = (x & NOT_FINITE) == NOT_FINITE, bad_y = (y & NOT_FINITE) == NOT_FINITE;
-      bad |= bad_x | bad_y;
-      convert(vf((x & ~vu(bad_x)) | (y & ~vu(bad_y)) << 16), to + d);
+    for (; d + 2 * VL <= Dv; d += 2 * VL) {
+      const vw x = checked(load_bytes<vw>(one + d));
+      const vw y = checked(two ? load_bytes<vw>(two + d) : vw{});
+      convert(vf(pick(x, y, FIRST_WORDS)), to + d);
+      convert(vf(pick(x, y, FIRST_WORDS + uint16_t(VL))), to + d + VL);
     }
-    for (; d < Dv; d++) {
-      const bfloat16 x = one[d], y = two ? two[d] : bfloat16{0};
-      bad_one |= finite_or_0(x).bits != x.bits || finite_or_0(y).bits != y.bits;
-      to[d] = word_of(finite_or_0(x), finite_or_0(y));
-    }
+    if (d == Dv) continue;
+    vw x = {}, y = {};
+    memcpy(&x, one + d, (Dv - d) * sizeof *one);
+    if (two) memcpy(&y, two + d, (Dv - d) * sizeof *two);
+    x = checked(x), y = checked(y);
+    const vw words[2] = {pick(x, y, FIRST_WORDS), pick(x, y, FIRST_WORDS + uint16_t(VL))};
+    memcpy(to + d, words, (Dv - d) * sizeof *to);
   }
-  finite = !bad_one && !any(bad);
+  finite = !any(vi(bad) != 0);
   return {copy, Dv};
 }
 
