@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import io
 import json
+import re
 import sys
+import types
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from clearhead import attention, attention_by_definition
 from clearhead.benchmarks import accuracy, chart, command, measure, peers, report, run
 from clearhead.benchmarks.shapes import CASES, GROWTH, KINDS, Case
 from clearhead.cli import app
+from clearhead.view.bench import show_changes, show_errors, show_results
+from clearhead.view.terminal import make_console
 
 ABOUT = {"processor": "P", "native": "N", "torch": "T", "date": "D"}
 SMALL = (
@@ -181,12 +186,42 @@ def test_the_tables():
 def test_what_changed_since():
     old = [made_up(), made_up(SMALL[1])]
     new = [made_up(median=3.0), made_up(SMALL[1], median=2.05), made_up(SMALL[2])]
-    lines = report.compare(new, old).splitlines()[2:]
-    assert [line.split(" | ")[1:] for line in lines] == [
-        ["F.sdpa", "2.00", "3.00", "+50% |"],
-        ["F.sdpa", "2.00", "2.05", "+2% (within the spread) |"],
+    found = report.changes(new, old)
+    assert [change[2:] for change in found] == [
+        ("float32", "F.sdpa", 2.0, 3.0, True),
+        ("float32", "F.sdpa", 2.0, 2.05, False),
     ]
-    assert report.compare(new[2:], old) == "No case stands in both.\n"
+    assert report.changes(new[2:], old) == []
+    slower = report.changes([made_up(median=1.0)], old)
+    shown = on_a_terminal(show_changes, [*found, *slower])
+    assert "prefill (prefill," in shown and "2.00 3.00 +50%" in shown
+    assert "2.00 2.05 (+2%)" in shown and "2.00 1.00 [-50%]" in shown and "[+" not in shown
+    assert "No case stands in both files." in on_a_terminal(show_changes, [])
+
+
+def on_a_terminal(show, *args, width=80):
+    """What is shown, with what is red in brackets and spaces once."""
+    file = io.StringIO()
+    show(make_console(file=file, force_terminal=True, color_system="standard", width=width), *args)
+    shown = re.sub(r"\x1b\[31m\s*(.*?)\s*\x1b\[0m", r"[\1]", file.getvalue())
+    return " ".join(re.sub(r"\x1b\[[\d;]*m", "", shown).split())
+
+
+def test_what_is_worse_is_red():
+    rows = [("a case", "1 x 1 x 1 x 1", [1.5, 0.5, None], "80%", "2")]
+    shown = on_a_terminal(show_results, "calls", ["F.sdpa", "flex", "eager"], rows)
+    assert "1.50 [0.50]" in shown and "[1.50]" not in shown
+    shown = on_a_terminal(show_errors, "full", [("D 64", [0.9, 1.1, 1.0, 1e-7, 1e-7])])
+    assert "0.90 [1.10] 1.00" in shown
+
+
+def test_the_kernels_are_named_by_dtype(monkeypatch):
+    one = run.machine([torch.float32])["native"]
+    assert one.startswith("clearhead's CPU kernels, ") and "float32" not in one
+    name = {torch.float32: "wide", torch.bfloat16: "pairs", torch.float16: "wide"}
+    monkeypatch.setattr(run, "explain", lambda q, k, v: types.SimpleNamespace(how=name[q.dtype]))
+    assert run.machine([torch.float32, torch.float16])["native"] == "wide"
+    assert run.machine(list(name))["native"] == "float32 and float16: wide; bfloat16: pairs"
 
 
 def test_the_chart(tmp_path):
@@ -208,10 +243,10 @@ def test_the_command_writes_its_files(tmp_path, monkeypatch):
         png_path=paths["a.png"], on_start=lambda *what: seen.append(what),
     )  # fmt: skip
     assert seen[0] == ("prefill, float32", 0, 3) and len(seen) == 3
-    assert first.changes == [] and len(first.tables) == 1
+    assert first.changes is None and len(first.tables) == 1
     assert all((tmp_path / name).stat().st_size > 500 for name in paths)
     again = command.bench(["grouped"], **asked, compare_path=paths["a.json"])
-    assert len(again.changes) == 3
+    assert len(again.changes) == 1
 
 
 @pytest.mark.parametrize(

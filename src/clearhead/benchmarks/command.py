@@ -13,11 +13,11 @@ from .shapes import CASES, GROWTH, KINDS, Case
 
 class Results(NamedTuple):
     """What a terminal shows: what it was measured on, the tables as `show_results` takes them, and
-    the lines of the comparison."""
+    what changed since the other file, None if there was none."""
 
     about: str
     tables: list[tuple[str, list[str], list[tuple[str, str, list[float | None], str, str]]]]
-    changes: list[str]
+    changes: list[report.Change] | None
 
 
 class AccuracyResults(NamedTuple):
@@ -72,7 +72,7 @@ def bench(
         if Path(png_path).suffix.lower() not in (".png", ".pdf", ".svg"):
             raise ValueError(f"--png {png_path} must end in .png, .pdf or .svg")
 
-    about = run.machine()
+    about = run.machine([run.DTYPES[kind] for kind in kinds])
     rows = []
     for row in run.measure(
         cases, dtypes=kinds, threads=counts, names=chosen, seconds=seconds, on_start=on_start
@@ -86,7 +86,7 @@ def bench(
         from .chart import draw
 
         draw(rows, about, png_path)
-    changes = [] if old is None else report.compare(rows, old).splitlines()
+    changes = None if old is None else report.changes(rows, old)
     return Results(report.heading(about), report.tables(rows), changes)
 
 
@@ -117,7 +117,7 @@ def bench_accuracy(
         raise ValueError(f"--spread is {spread}; it must be above 0 and at most 1000")
     settings = select_settings(words)
     _check_files(json_path, markdown_path)
-    about = run.machine()
+    about = run.machine([accuracy.DTYPES[kind] for kind in kinds])
     found = []
     for errors in accuracy.measure(
         settings, dtypes=kinds, draws=draws, spread=spread, on_start=on_start

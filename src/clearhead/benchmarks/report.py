@@ -1,9 +1,8 @@
-"""The rows as a Markdown table, and two files of results beside each other."""
+"""The rows as tables, and two files of results beside each other."""
 
-import math
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .accuracy import Errors
 from .run import Row
@@ -87,7 +86,20 @@ def _line(parts: Sequence[str]) -> str:
     return f"| {' | '.join(parts)} |"
 
 
-def compare(rows: Sequence[Row], old: Sequence[Row]) -> str:
+class Change(NamedTuple):
+    """How a case stands beside a peer, then and now: peer's time / ours. `apart` says that the
+    spreads do not overlap."""
+
+    case: str
+    shape: str
+    dtype: str
+    peer: str
+    then: float
+    now: float
+    apart: bool
+
+
+def changes(rows: Sequence[Row], old: Sequence[Row]) -> list[Change]:
     """Rows that both have, by how much the ratio to the first common peer changed.
 
     The peers are the yardstick: they ran beside ours both times, so the machine's mood cancels.
@@ -100,16 +112,10 @@ def compare(rows: Sequence[Row], old: Sequence[Row]) -> str:
         if past is None or name is None:
             continue
         then, now = past.ratios[name], row.ratios[name]
-        change = now.median / then.median if then.median else math.nan
         apart = now.low > then.high or now.high < then.low
-        found.append(
-            _line([row.key, TITLES[name], f"{then.median:.2f}", f"{now.median:.2f}",
-                   f"{change - 1:+.0%}{'' if apart else ' (within the spread)'}"])
-        )  # fmt: skip
-    if not found:
-        return "No case stands in both.\n"
-    head = ["case", "beside", "then", "now", "change"]
-    return "\n".join([_line(head), _line(["---"] * len(head)), *found]) + "\n"
+        case, shape, dtype, *_ = cells(row, ())
+        found.append(Change(case, shape, dtype, TITLES[name], then.median, now.median, apart))
+    return found
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -57,17 +57,22 @@ class Row:
         return f"{case.kind}, {case.rule}: {case.name}, {case.shape}, {self.dtype}, {self.threads}"
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    # Some processors have kernels for bfloat16 alone: their name says which ones float32 has.
-    x = torch.ones(1, 1, 64, 64, dtype=torch.bfloat16)
+def machine(dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    """What the figures were measured on, and which kernels served these dtypes."""
+    served: dict[str, list[str]] = {}
+    for dtype in dtypes:
+        x = torch.ones(1, 1, 64, 64, dtype=dtype)
+        served.setdefault(explain(x, x, x).how, []).append(str(dtype).removeprefix("torch."))
+    apart = len(served) > 1
     return {
         "processor": _processor(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "clearhead": _version(),
-        "native": explain(x, x, x).how,
+        "native": "; ".join(
+            f"{' and '.join(names)}: {how}" if apart else how for how, names in served.items()
+        ),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 

@@ -57,7 +57,13 @@ def bench(
 ) -> None:
     """How much faster clearhead is than what else there is: ratios of alternating runs."""
     from clearhead.benchmarks import command
-    from clearhead.view.bench import show_errors, show_lines, show_reading, show_results
+    from clearhead.view.bench import (
+        show_changes,
+        show_errors,
+        show_lines,
+        show_reading,
+        show_results,
+    )
     from clearhead.view.progress import progress_bar
     from clearhead.view.terminal import make_console
 
@@ -108,4 +114,6 @@ def bench(
     for table in results.tables:
         console.print()
         show_results(console, *table)
-    show_lines(console, results.changes)
+    if results.changes is not None:
+        console.print()
+        show_changes(console, results.changes)
