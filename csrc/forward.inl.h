@@ -87,8 +87,6 @@ void weigh_block(const Item &item, const Block &block, const Sight &sight, int n
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
     v0 = int(least(v0, run->v0)), v1 = int(most(v1, run->v1));
   if (v1 - v0 < P.vectors) sums_so_far(item, n);
-  alignas(64) float factors[ROWS];
-  for (int v = 0; v < P.vectors; v++) store(factors + v * VL, load(a + v * VL));
   constexpr int STRETCH = PAIRS ? BLOCK : KEY_STRETCH;
   for (int start = 0; start < BLOCK; start += STRETCH) {
     Step steps[2 * NV + 1];
@@ -103,13 +101,14 @@ void weigh_block(const Item &item, const Block &block, const Sight &sight, int n
     if (count == 0) continue;
     const bool fresh = P.fresh;
     P.fresh = false;
-    float *const o = item.out(n) + v0 * VL, *const f = factors + v0 * VL;
+    float *const o = item.out(n) + v0 * VL;
+    const float *const f = a ? a + v0 * VL : nullptr;
     switch (v1 - v0) {
       case 1: weigh<PAIRS, 1>(steps, count, block.V.stride, o, f, Dv, fresh); break;
       case 2: weigh<PAIRS, 2>(steps, count, block.V.stride, o, f, Dv, fresh); break;
       default: weigh<PAIRS, 3>(steps, count, block.V.stride, o, f, Dv, fresh);
     }
-    for (int v = 0; v < P.vectors; v++) store(factors + v * VL, splat(1.f));
+    a = nullptr;  // the stretches after the first
   }
 }
 

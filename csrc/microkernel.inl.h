@@ -88,11 +88,12 @@ INLINE void weigh_tile(const Step *step, int steps, int64_t stride, int d0, floa
   UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++) {
     float *o_id = o + (d0 + d) * ROWS + v * VL;
     // Rounded: compilers would fuse it with the sum in some tiles only.
-    store(o_id, fresh ? vf{} + sum[d][v] : rounded(load(o_id) * load(a + v * VL)) + sum[d][v]);
+    const vf before = fresh ? vf{} : a ? rounded(load(o_id) * load(a + v * VL)) : load(o_id);
+    store(o_id, before + sum[d][v]);
   }
 }
 
-// All of V is finite here: a p of 0 must add 0.
+// All of V is finite here: a p of 0 must add 0. Without a, o_i stays what it is.
 template <bool PAIRS, int N>
 NOINLINE void weigh(const Step *step, int steps, int64_t stride, float *o, const float *a, int Dv,
                     bool fresh) {
