@@ -94,7 +94,7 @@ NOINLINE void few_exponentials(const float *s, int few, const Run &run, vf base,
   for (int i = 0; i < few; i++, s += FEW_STRIDE, p += FEW_STRIDE, words += FEW_STRIDE) {
     const vf base_i = splat(base[i]);
     for (int j = run.j0; j < run.j1; j += VL)
-      convert(exp2((load_as_float(s + j) - base_i) * exponent), p + j);
+      convert(exp2(load_as_float(s + j) - base_i, exponent), p + j);
     if constexpr (PAIRS)
       for (int j = run.j0; j < run.j1; j += 2 * VL)
         convert(pairs_of<true>(load_as_float(p + j), load_as_float(p + j + VL)), words + j / 2);

@@ -88,27 +88,28 @@ void weigh_block(const Item &item, const Block &block, const Sight &sight, int n
     v0 = int(least(v0, run->v0)), v1 = int(most(v1, run->v1));
   if (v1 - v0 < P.vectors) sums_so_far(item, n);
   constexpr int STRETCH = PAIRS ? BLOCK : KEY_STRETCH;
+  static_assert(2 * KEY_STRETCH >= BLOCK, "Steps knows of two stretches");
+  Step all[2 * (2 * NV + 1)], *end = all;
+  Steps steps = {all, all, all};
   for (int start = 0; start < BLOCK; start += STRETCH) {
-    Step steps[2 * NV + 1];
-    int count = 0;
     for (const Run *run = sight.runs; run < sight.runs + sight.count; run++) {
       const int j0 = int(most(run->j0, start)), j1 = int(least(run->j1, start + STRETCH));
       if (j0 >= j1) continue;
-      steps[count++] = {item.scores() + (run->j0 + (j0 - run->j0) / A_WORD) * ROWS + v0 * VL,
-                        block.V.at + j0 / A_WORD * block.V.stride, (j1 - j0 + A_WORD - 1) / A_WORD,
-                        run->v0 - v0, run->v1 - v0};
+      *end++ = {item.scores() + (run->j0 + (j0 - run->j0) / A_WORD) * ROWS + v0 * VL,
+                block.V.at + j0 / A_WORD * block.V.stride, (j1 - j0 + A_WORD - 1) / A_WORD,
+                run->v0 - v0, run->v1 - v0};
     }
-    if (count == 0) continue;
-    const bool fresh = P.fresh;
-    P.fresh = false;
-    float *const o = item.out(n) + v0 * VL;
-    const float *const f = a ? a + v0 * VL : nullptr;
-    switch (v1 - v0) {
-      case 1: weigh<PAIRS, 1>(steps, count, block.V.stride, o, f, Dv, fresh); break;
-      case 2: weigh<PAIRS, 2>(steps, count, block.V.stride, o, f, Dv, fresh); break;
-      default: weigh<PAIRS, 3>(steps, count, block.V.stride, o, f, Dv, fresh);
-    }
-    a = nullptr;  // the stretches after the first
+    if (steps.second == all) steps.second = end;
+  }
+  steps.end = end;
+  const bool fresh = P.fresh;
+  P.fresh = false;
+  float *const o = item.out(n) + v0 * VL;
+  a += v0 * VL;
+  switch (v1 - v0) {
+    case 1: return weigh<PAIRS, 1>(steps, block.V.stride, o, a, Dv, fresh);
+    case 2: return weigh<PAIRS, 2>(steps, block.V.stride, o, a, Dv, fresh);
+    default: return weigh<PAIRS, 3>(steps, block.V.stride, o, a, Dv, fresh);
   }
 }
 

@@ -1,23 +1,12 @@
 // exp2, exp, log and tanh of vectors.
 //
-// exp2(0) is exactly 1 (else every block of keys would rescale the older ones), 2^EXP2_LEAST is
-// exactly 0 and NaN stays NaN. Numbers below the normal ones may be 0 as well.
+// exp2(x, factor) is 2^(x factor), of a factor over 0 and a product below 127; exp2(0) is exactly 1
+// (else every block of keys would rescale the older ones), and what is 2^EXP2_LEAST or less exactly 0.
+// NaN stays NaN. Numbers below the normal ones may be less, or 0.
 
 namespace {
 
-// Worst relative error 1.2e-7, of which 2e-9 is the polynomial's (a least-squares fit, reweighted
-// to even the relative error out, on [-1/2, 1/2]).
-INLINE vf exp2(vf x) {
-  vf f;
-  const vf n = whole_of(x, f);
-  vf p = f * 0.00015353325579781085f + 0.0013398876180872321f;
-  p = p * f + 0.009618437848985195f;
-  p = p * f + 0.055503323674201965f;
-  p = p * f + 0.24022647738456726f;
-  p = p * f + 0.6931471824645996f;
-  p = p * f + 1.f;
-  return times_power_of_two(p, n);
-}
+INLINE vf exp2(vf x) { return exp2(x, 1.f); }
 
 INLINE vf exp(vf x) { return exp2(x * LOG2E); }
 

@@ -1,7 +1,7 @@
 // The two products, with query rows in the lanes and one register tile of sums.
 //
-//   dot       s_ij = sum_d q_id k_jd    for SCORE_TILE keys j and NV vectors of rows i
-//   weigh     o_id = o_id a_i + sum_j p_ij v_jd    for TILE columns d and NV vectors of rows i
+//   dot       s_ij = sum_d q_id k_jd    for TILE_OF keys j and NV vectors of rows i
+//   weigh     o_id = o_id a_i + sum_j p_ij v_jd    for as many columns d and NV vectors of rows i
 //
 // Rows are in lanes, so k_jd and v_jd are read where they stand, one number at a time, any head size
 // works, and the order of every sum is j or d upwards whatever the tile: a row's bits do not know
@@ -21,6 +21,11 @@ template <bool PAIRS>
 INLINE int stretch_of(int words) {
   return PAIRS ? words : words > 64 ? 32 : words > 16 ? 16 : 8;
 }
+
+// Keys, or columns, of a tile. Where sums are made by stretches, it holds those of one stretch and
+// those of the ones before.
+template <bool PAIRS>
+constexpr int TILE_OF = PAIRS ? TILE : STRETCH_TILE;
 
 // A block of keys or values as rows of words: float32, or pairs.
 struct Rows {
@@ -42,7 +47,7 @@ INLINE void dot(Rows K, const float *q, int words, vf (&s_ij)[KEYS][N]) {
         s_ij[j][v] = add_product<PAIRS>(s_ij[j][v], k_jd, q_i[v]);
     }
   };
-  constexpr int AT_ONCE = SCORE_WORDS;  // an iteration
+  constexpr int AT_ONCE = STRETCH_WORDS;  // an iteration
   int d = 0;
   for (; d + AT_ONCE <= words; d += AT_ONCE) UNROLL for (int n = 0; n < AT_ONCE; n++) add(d + n);
   for (; AT_ONCE > 1 && d < words; d++) add(d);
@@ -67,13 +72,16 @@ INLINE void gather(const Step &step, int64_t stride, int d0, vf (&sum)[COLUMNS][
   }
 }
 
-// COLUMNS columns of `weigh`.
+// Those of a block's first stretch that has any, and those of the one after it.
+struct Steps {
+  const Step *first, *second, *end;
+};
+
 template <bool PAIRS, int COLUMNS, int N>
-INLINE void weigh_tile(const Step *step, int steps, int64_t stride, int d0, float *o,
-                       const float *a, bool fresh) {
-  vf sum[COLUMNS][N];
+INLINE void gather_all(const Step *step, const Step *end, int64_t stride, int d0,
+                       vf (&sum)[COLUMNS][N]) {
   UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++) sum[d][v] = vf{};
-  for (const Step *end = step + steps; step < end; step++) {
+  for (; step < end; step++) {
     if (step->v0 == 0 && step->v1 == N)
       gather<PAIRS, 0, N>(*step, stride, d0, sum);
     else if (N > 1 && step->v1 == N)
@@ -85,27 +93,42 @@ INLINE void weigh_tile(const Step *step, int steps, int64_t stride, int d0, floa
     else if (N > 2)
       gather<PAIRS, 1, N - 1>(*step, stride, d0, sum);
   }
-  UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++) {
-    float *o_id = o + (d0 + d) * ROWS + v * VL;
-    // Rounded: compilers would fuse it with the sum in some tiles only.
-    const vf before = fresh ? vf{} : a ? rounded(load(o_id) * load(a + v * VL)) : load(o_id);
-    store(o_id, before + sum[d][v]);
-  }
 }
 
-// All of V is finite here: a p of 0 must add 0. Without a, o_i stays what it is.
+// COLUMNS columns of `weigh`.
+template <bool PAIRS, int COLUMNS, int N>
+INLINE void weigh_tile(const Steps &steps, int64_t stride, int d0, float *o, const float *a,
+                       bool fresh) {
+  vf sum[COLUMNS][N], o_id[COLUMNS][N];
+  gather_all<PAIRS>(steps.first, steps.second, stride, d0, sum);
+  UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++) {
+    const float *at = o + (d0 + d) * ROWS + v * VL;
+    // Rounded: compilers would fuse it with the sum in some tiles only.
+    o_id[d][v] = (fresh ? vf{} : rounded(load(at) * load(a + v * VL))) + sum[d][v];
+  }
+  if (!PAIRS && steps.second < steps.end) {
+    gather_all<PAIRS>(steps.second, steps.end, stride, d0, sum);
+    UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++)
+      o_id[d][v] += sum[d][v];
+  }
+  UNROLL for (int d = 0; d < COLUMNS; d++) UNROLL for (int v = 0; v < N; v++)
+    store(o + (d0 + d) * ROWS + v * VL, o_id[d][v]);
+}
+
+// All of V is finite here: a p of 0 must add 0.
 template <bool PAIRS, int N>
-NOINLINE void weigh(const Step *step, int steps, int64_t stride, float *o, const float *a, int Dv,
+NOINLINE void weigh(const Steps &steps, int64_t stride, float *o, const float *a, int Dv,
                     bool fresh) {
+  constexpr int COLUMNS = TILE_OF<PAIRS>;
   int d = 0;
   if (N == 1)
     for (; d + TILE1 <= Dv; d += TILE1)
-      weigh_tile<PAIRS, TILE1, N>(step, steps, stride, d, o, a, fresh);
-  for (; d + TILE <= Dv; d += TILE)
-    weigh_tile<PAIRS, TILE, N>(step, steps, stride, d, o, a, fresh);
+      weigh_tile<PAIRS, TILE1, N>(steps, stride, d, o, a, fresh);
+  for (; d + COLUMNS <= Dv; d += COLUMNS)
+    weigh_tile<PAIRS, COLUMNS, N>(steps, stride, d, o, a, fresh);
   for (; d + 2 <= Dv; d += 2)
-    weigh_tile<PAIRS, 2, N>(step, steps, stride, d, o, a, fresh);
-  if (d < Dv) weigh_tile<PAIRS, 1, N>(step, steps, stride, d, o, a, fresh);
+    weigh_tile<PAIRS, 2, N>(steps, stride, d, o, a, fresh);
+  if (d < Dv) weigh_tile<PAIRS, 1, N>(steps, stride, d, o, a, fresh);
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ NOINLINE void scores(Rows K, const float *q, int words, const Panel &P, const Ru
     for (; j + TILE1 <= run.j1; j += TILE1)
       score_tile<PAIRS, TILE1, N>({K.at + j * K.stride, K.stride}, q, words, P, run.v0, n0 + j, last,
                                   run.cut, s + j * ROWS, m);
-  constexpr int KEYS = PAIRS ? TILE : SCORE_TILE;
+  constexpr int KEYS = TILE_OF<PAIRS>;
   for (; j < run.j1; j += KEYS)
     score_tile<PAIRS, KEYS, N>({K.at + j * K.stride, K.stride}, q, words, P, run.v0, n0 + j, last,
                                run.cut, s + j * ROWS, m);
@@ -136,11 +136,10 @@ INLINE void rule_scores(const Plan &plan, const Panel &P, const Data &data, cons
 // Steps 3 and 4 of one vector: p_ij, and the sums that statistics want.
 template <int WANTED>
 INLINE vf weight(vf s_ij, vf base, float exponent, vi apart, vf &l, vf &entropy, vf &distance) {
-  const vf log_p = (s_ij - base) * exponent;
-  const vf p_ij = exp2(log_p);
+  const vf above = s_ij - base, p_ij = exp2(above, exponent);
   l += p_ij;
-  // 0 * EXP2_LEAST where blocked
-  if (WANTED & ENTROPY) entropy += p_ij * vmax(splat(EXP2_LEAST), log_p);
+  // 0 times the least where blocked
+  if (WANTED & ENTROPY) entropy += p_ij * vmax(splat(EXP2_LEAST / exponent), above);
   if (WANTED & DISTANCE) distance += p_ij * magnitude(apart);
   return p_ij;
 }

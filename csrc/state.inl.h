@@ -3,7 +3,7 @@
 //   m         the greatest score                     sums of p_ij = exp2((s_ij - m_i) * exponent):
 //   l         sum_j p_ij; l_lost is what rounding took from it
 //   used      sum_j of the p_ij that the values were weighed with, where these are rounded to pairs
-//   entropy   sum_j p_ij log2 p_ij
+//   entropy   sum_j p_ij (s_ij - m_i)
 //   distance  sum_j p_ij |own(i) - j|
 //
 // Every kernel goes through these functions, so that a row has the same bits in all: products are
@@ -24,15 +24,15 @@ struct Sums {
 
 // What becomes of older p when m moves.
 struct Move {
-  vf shift, a;  // p a counts from the new m, a = exp2(shift)
+  vf shift, a;  // p a counts from the new m, which is -shift above the old one
 };
 
 // What of m the exponents count from: 0 for a row that has seen nothing.
 INLINE vf base_of(vf m) { return m == -INFINITY ? vf{} : m; }
 
 INLINE Move move(vf m_old, vf base, float exponent) {
-  const vf shift = vmax(splat(EXP2_LEAST), (m_old - base) * exponent);
-  return {shift, exp2(shift)};
+  const vf shift = m_old - base;
+  return {vmax(splat(EXP2_LEAST / exponent), shift), exp2(shift, exponent)};
 }
 
 // l = old + more. The sum keeps what it rounds away (Knuth's exact addition): z is the one number

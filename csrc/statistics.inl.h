@@ -93,11 +93,11 @@ INLINE void store_rows(float *to, vf x, const Plan &plan, int64_t b, const Place
 NOINLINE void store_statistics(const Plan &plan, int64_t b, const Panel &P, int v, int rows,
                                const State &state, const Statistics &X, const Ended &end) {
   const clearhead_call &c = *plan.call;
-  const vf log_p = state.entropy * LN2 + state.l * end.log_factor;
+  const vf log_p = state.entropy * (plan.raw ? plan.scale : 1.f) + state.l * end.log_factor;
   const vf entropy = end.empty ? vf{} : vmax(vf{}, log_p * -end.factor) + 0.f;
   const vf distance = state.distance * end.factor;
   const auto weight = [&](const float *s) {
-    const vf w = exp2((load(s + v * VL) - state.m) * plan.exponent) * end.factor;
+    const vf w = exp2(load(s + v * VL) - state.m, plan.exponent) * end.factor;
     return end.empty ? vf{} : w;
   };
   const Place *row = P.place + v * VL;

@@ -6,7 +6,7 @@ constexpr int KL = 8;
 constexpr int NV = 3;     // vectors of rows in a panel
 constexpr int TILE = 4;   // 4 x 3 sums + 3 rows + 1 broadcast = 16 registers
 constexpr int TILE1 = 8;  // 8 sums + 1 + 1
-constexpr int SCORE_TILE = TILE, SCORE_WORDS = 1;
+constexpr int STRETCH_TILE = TILE, STRETCH_WORDS = 1;
 constexpr float EXP2_LEAST = -127;  // from here down exp2 is 0
 
 #include "lanes.inl.h"
@@ -17,7 +17,7 @@ INLINE vf vmax(vf a, vf b) { return vf(_mm256_max_ps(__m256(a), __m256(b))); }
 
 INLINE bool any(vi mask) { return _mm256_movemask_ps(__m256(mask)) != 0; }
 
-INLINE vf times_power_of_two(vf p, vf n) { return times_power_by_adding(p, n); }
+INLINE vf exp2(vf x, float factor) { return exp2_by_adding(x * factor); }
 
 INLINE vf rounded(vf x) {
   __asm__("" : "+x"(x));
@@ -34,8 +34,6 @@ INLINE void transpose_quads(vf (&x)[2]) {
   x[0] = vf(_mm256_permute2f128_ps(a, b, 0x20));
   x[1] = vf(_mm256_permute2f128_ps(a, b, 0x31));
 }
-
-INLINE vf whole_of(vf x, vf &rest) { return whole_by_adding(x, rest); }
 
 // vinsertf128 from memory needs no shuffle; the compiler's own vectors make one.
 INLINE vk load_quads(const char *from, int64_t step) {

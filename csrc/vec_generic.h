@@ -9,7 +9,7 @@ constexpr int KL = 4;     // keys in lanes: no more than two quads, which loads 
 constexpr int NV = 3;     // vectors of rows in a panel
 constexpr int TILE = 4;   // keys (or value columns) of a register tile: 4 x 3 sums + 3 + 1 = 16
 constexpr int TILE1 = 8;  // the same where one vector of rows is left: 8 sums + 1 + 1
-constexpr int SCORE_TILE = TILE, SCORE_WORDS = 1;
+constexpr int STRETCH_TILE = TILE, STRETCH_WORDS = 1;
 constexpr float EXP2_LEAST = -127;  // from here down exp2 is 0
 
 #include "lanes.inl.h"
@@ -22,7 +22,7 @@ INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 INLINE bool any(vi mask) { return any_by_lanes(mask); }
 
 // p * 2^n, n a whole number from -250 to 250. In two steps, for a result that is denormal.
-INLINE vf times_power_of_two(vf p, vf n) { return times_power_by_adding(p, n); }
+INLINE vf exp2(vf x, float factor) { return exp2_by_adding(x * factor); }
 
 // x, which the compiler may not fuse with what it is added to.
 INLINE vf rounded(vf x) {
@@ -39,8 +39,6 @@ INLINE vf join_high(vf a, vf b) { return __builtin_shufflevector(a, b, 2, 3, 6, 
 
 // Quad c of vector r goes to quad r of vector c.
 INLINE void transpose_quads(vf (&)[1]) {}
-
-INLINE vf whole_of(vf x, vf &rest) { return whole_by_adding(x, rest); }
 
 INLINE vk load_quads(const char *from, int64_t) { return load_bytes<vk>(from); }
 

@@ -8,7 +8,7 @@ constexpr int KL = 4;
 constexpr int NV = 3;      // vectors of rows in a panel
 constexpr int TILE = 8;    // 8 x 3 sums + 3 rows + 1 broadcast = 28 registers
 constexpr int TILE1 = 16;  // 16 sums + 1 + 1
-constexpr int SCORE_TILE = TILE, SCORE_WORDS = 1;
+constexpr int STRETCH_TILE = TILE, STRETCH_WORDS = 1;
 constexpr float EXP2_LEAST = -127;  // from here down exp2 is 0
 
 #include "lanes.inl.h"
@@ -20,7 +20,7 @@ INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
 INLINE bool any(vi mask) { return any_by_lanes(mask); }
 
-INLINE vf times_power_of_two(vf p, vf n) { return times_power_by_adding(p, n); }
+INLINE vf exp2(vf x, float factor) { return exp2_by_adding(x * factor); }
 
 // x, which the compiler may not fuse with what it is added to.
 INLINE vf rounded(vf x) {
@@ -38,8 +38,6 @@ INLINE vf join_high(vf a, vf b) {
   return vf(vzip2q_f64(float64x2_t(a), float64x2_t(b)));
 }
 INLINE void transpose_quads(vf (&)[1]) {}
-
-INLINE vf whole_of(vf x, vf &rest) { return whole_by_adding(x, rest); }
 
 INLINE vk load_quads(const char *from, int64_t) { return load_bytes<vk>(from); }
 
