@@ -233,13 +233,29 @@ def test_the_layout_in_memory_does_not_change_a_bit(dtype):
     same_bits(attend(query, *shared), attend(query, *copies))
 
 
+def test_weights_from_1_down_to_0():
+    """Scores 0 and -t, values 0 and 1: out is exp(-t) / (1 + exp(-t)), for t up to where it is no
+    number of float32. Below the normal numbers it may be less."""
+    t = torch.arange(0, 110, 1 / 64)
+    query, key, value = t[:, None], torch.tensor([[0.0], [-1.0]]), torch.tensor([[0.0], [1.0]])
+    out = attend(query[None, None], key[None, None], value[None, None], scale=1.0)[0, 0, :, 0]
+    p = torch.exp(-t.double())
+    error = (out - p / (1 + p)) / p
+    # t / log(2) is rounded, and so was 1 / log(2).
+    bound = 2.0**-22 + t * 2.0**-23
+    assert (error.abs() <= bound)[t < 87].all() and (error <= bound).all() and (out >= 0).all()
+    assert out[0] == 0.5 and (out[t > 88.1] == 0).all()
+
+
 # -- instruction sets -----------------------------------------------------------------------------
 
 HELD = """
 import torch
+from test_native import test_weights_from_1_down_to_0
 from clearhead.backends import library
 from clearhead.testing import CASES, Case, check
 print(library.find_library().isa[torch.bfloat16])
+test_weights_from_1_down_to_0()
 for case in CASES:
     if min(case.B, case.H, case.L, case.S, case.D, case.Dv) == 0:
         continue
