@@ -234,17 +234,16 @@ def test_the_layout_in_memory_does_not_change_a_bit(dtype):
 
 
 def test_weights_from_1_down_to_0():
-    """Scores 0 and -t, values 0 and 1: out is exp(-t) / (1 + exp(-t)), for t up to where it is no
-    number of float32. Below the normal numbers it may be less."""
-    t = torch.arange(0, 110, 1 / 64)
+    """Scores 0 and -t by powers of 2, values 0 and 1: out is 2^-t / (1 + 2^-t), for t up to where it is
+    no number of float32. Below the normal numbers it may be less."""
+    t = torch.arange(0, 140, 1 / 64)
     query, key, value = t[:, None], torch.tensor([[0.0], [-1.0]]), torch.tensor([[0.0], [1.0]])
-    out = attend(query[None, None], key[None, None], value[None, None], scale=1.0)[0, 0, :, 0]
-    p = torch.exp(-t.double())
+    scale = math.log(2)
+    out = attend(query[None, None], key[None, None], value[None, None], scale=scale)[0, 0, :, 0]
+    p = torch.exp2(-t.double())
     error = (out - p / (1 + p)) / p
-    # t / log(2) is rounded, and so was 1 / log(2).
-    bound = 2.0**-22 + t * 2.0**-23
-    assert (error.abs() <= bound)[t < 87].all() and (error <= bound).all() and (out >= 0).all()
-    assert out[0] == 0.5 and (out[t > 88.1] == 0).all()
+    assert (error.abs() <= 2.5e-7)[t <= 126].all() and (error <= 2.5e-7).all() and (out >= 0).all()
+    assert out[0] == 0.5 and (out[t >= 127] == 0).all()
 
 
 # -- instruction sets -----------------------------------------------------------------------------
