@@ -28,7 +28,7 @@ INLINE bool any(vi mask) { return _mm512_movepi32_mask(__m512i(mask)) != 0; }
 // 2^y = 2^n 2^(k/16) 2^r with y = n + k/16 + r, r from -1/32 to 1/32: the last bits of z are 16 n + k,
 // and added to the bits of a float from bit 19 on they raise its exponent by n. So the table has the
 // bits of 2^(k/16) less k << 19; the sum is 0 at -127. No rounding of the product itself gets into r.
-// Worst relative error 1.2e-7, of which 2e-9 is the polynomial's (of r, a least-squares fit as in
+// Worst relative error 1.0e-7, of which 2e-9 is the polynomial's (of r, a least-squares fit as in
 // lanes.inl.h). A polynomial of six degrees takes 1.01 times as long in whole calls (an EPYC 9004).
 INLINE vf exp2(vf x, float factor) {
   constexpr float TO_SIXTEENTH = 786432.f;  // 1.5 * 2^19: adding it rounds to 1/16
