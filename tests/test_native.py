@@ -234,8 +234,8 @@ def test_the_layout_in_memory_does_not_change_a_bit(dtype):
 
 
 def test_weights_from_1_down_to_0():
-    """Scores of 0 and -t, by powers of 2, and values of 0 and 1: out is 2^-t / (1 + 2^-t), for t up to
-    where it is no number of float32. Below the normal numbers it may be less."""
+    """Scores of 0 and -t, by powers of 2, and values of 0 and 1: out is 2^-t / (1 + 2^-t), for t up
+    to where it is no number of float32. Below the normal numbers it may be less."""
     t = torch.arange(0, 140, 1 / 64)
     query, key, value = t[:, None], torch.tensor([[0.0], [-1.0]]), torch.tensor([[0.0], [1.0]])
     scale = math.log(2)
