@@ -97,11 +97,27 @@ def eager(model, tokens):
         return body(**tokens.inputs, output_attentions=True).attentions
 
 
-def assert_same(ours, theirs):
-    assert len(ours) == len(theirs) > 0
-    for mine, eager in zip(ours, theirs, strict=True):
+def assert_as_eager(model, tokens, layers, amplifies=False):
+    """The weights of all layers against eager's in float64, with eager itself as the peer.
+
+    Where a model amplifies the rounding of its layers, as large random weights do, chance decides
+    who is off by more (ours 3.4 times as far as eager in one layer, half as far in another): there
+    the layers after the first have the widest budget, and what runs in float64 is held to eager,
+    some of which makes its softmax in float32.
+    """
+    doubled = copy.deepcopy(model).double()
+    doubled.set_experts_implementation("eager")  # the fast one has no float64
+    in_double = read(doubled, tokens)[1] if amplifies else [None] * len(layers)
+    peers, golds = eager(model, tokens), eager(doubled, tokens)
+    assert len(layers) == len(in_double) == len(peers) > 0
+    for n, (mine, double, peer, gold) in enumerate(
+        zip(layers, in_double, peers, golds, strict=True)
+    ):
         assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine, eager[0], rtol=0, atol=TOLERANCE)
+        budget = "gradient by torch" if amplifies and n else "weights"
+        assert_within_budget(mine, gold[0], peer[0], budget, name=f"layer {n}")
+        if double is not None:
+            torch.testing.assert_close(double.double(), gold[0].double(), rtol=0, atol=1e-6)
 
 
 # ---- real models ----
@@ -147,11 +163,7 @@ def test_weights_of_smollm2_equal_eager(smollm2):
     ran, layers = read(model, tokens)
     assert ran == "clearhead"
     assert len(layers) == 30 and layers[0].shape == (9, 11, 11)
-    # Each float32 run is some 2e-6 from the truth after 30 layers, so eager itself is the peer.
-    peers, golds = eager(model, tokens), eager(copy.deepcopy(model).double(), tokens)
-    for number, mine in enumerate(layers):
-        gold, peer = golds[number][0], peers[number][0]
-        assert_within_budget(mine, gold, peer, "weights", name=f"layer {number}")
+    assert_as_eager(model, tokens, layers)
 
 
 def test_weights_of_minilm_equal_eager(minilm):
@@ -162,7 +174,7 @@ def test_weights_of_minilm_equal_eager(minilm):
     ran, layers = read(model, tokens)
     assert ran == "clearhead"
     assert len(layers) == 6 and layers[0].shape == (12, 13, 13)
-    assert_same(layers, eager(model, tokens))
+    assert_as_eager(model, tokens, layers)
 
 
 # ---- families ----
@@ -175,7 +187,7 @@ def test_weights_of_a_family_equal_eager(family, tmp_path):
     ran, layers = read(model, tokens)
     assert ran == "clearhead"
     assert layers[0].shape == (4, 9, 9) and len(layers) == 3
-    assert_same(layers, eager(model, tokens))
+    assert_as_eager(model, tokens, layers, amplifies=True)
 
 
 @pytest.mark.parametrize("family", OWN_CODE)
