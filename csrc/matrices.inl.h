@@ -37,13 +37,7 @@ INLINE void each(const F &f) {
 // -- numbers ---------------------------------------------------------------------------------------
 
 constexpr uint32_t UPPER = 0xffff0000u;  // of a word: the second number, and the first 8 bits of a p_ij
-constexpr uint16_t NOT_FINITE_DOUBLED = 2 * NOT_FINITE;
 
-// The larger ones of numbers whose bits count doubled, without their sign.
-INLINE vw larger(vw largest, vw x) { return largest > x + x ? largest : x + x; }
-INLINE bool all_finite(vw largest) { return !any(vi(largest >= NOT_FINITE_DOUBLED) != 0); }
-
-INLINE vw finite_or_0(vw x) { return x + x >= NOT_FINITE_DOUBLED ? vw{} : x; }
 INLINE void make_finite(float *words) { convert(vf(finite_or_0(load_bytes<vw>(words))), words); }
 
 // The 32 numbers of a row from d on, 0 beyond the last of n.

@@ -9,7 +9,8 @@
 //   out_i        o_i over `used`; m, z and the statistics are of the p_ij before they are rounded
 //
 // Products are exact, sums are float32. Denormal numbers count as 0, as the instruction has it. Of
-// this file products of matrices (matrices.inl.h) share the words of query and key.
+// this file products of matrices (matrices.inl.h) share the words of query and key, and what is
+// finite.
 
 namespace {
 
@@ -52,7 +53,13 @@ INLINE Rows key_rows(const bfloat16 *from, int64_t stride, int n, int D, float *
   return {copy, words};
 }
 
-constexpr uint16_t NOT_FINITE = 0x7f80;  // all bits of the exponent
+constexpr uint16_t NOT_FINITE_DOUBLED = 2 * 0x7f80;  // all bits of the exponent
+
+// The larger ones of numbers whose bits count doubled, without their sign.
+INLINE vw larger(vw largest, vw x) { return largest > x + x ? largest : x + x; }
+INLINE bool all_finite(vw largest) { return !any(vi(largest >= NOT_FINITE_DOUBLED) != 0); }
+
+INLINE vw finite_or_0(vw x) { return x + x >= NOT_FINITE_DOUBLED ? vw{} : x; }
 
 // Which numbers of two rows of 2 VL are the words of their first VL columns.
 constexpr vw FIRST_WORDS = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
@@ -62,11 +69,10 @@ static_assert(VL == 16, "the numbers are of sixteen lanes");
 // Pairs of rows j, with 0 for what is not finite.
 INLINE Rows value_rows(const bfloat16 *from, int64_t stride, int n, int Dv, float *copy,
                        bool &finite) {
-  vw bad = {};
+  vw largest = {};
   const auto checked = [&](vw x) __attribute__((always_inline)) {
-    const vw bad_x = vw((x & NOT_FINITE) == NOT_FINITE);
-    bad |= bad_x;
-    return x & ~bad_x;
+    largest = larger(largest, x);
+    return finite_or_0(x);
   };
   float *to = copy;
   for (int j = 0; j < n; j += 2, to += Dv) {
@@ -86,7 +92,7 @@ INLINE Rows value_rows(const bfloat16 *from, int64_t stride, int n, int Dv, floa
     const vw words[2] = {pick(x, y, FIRST_WORDS), pick(x, y, FIRST_WORDS + uint16_t(VL))};
     memcpy(to + d, words, (Dv - d) * sizeof *to);
   }
-  finite = !any(vi(bad) != 0);
+  finite = all_finite(largest);
   return {copy, Dv};
 }
 
