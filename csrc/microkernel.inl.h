@@ -14,8 +14,8 @@ constexpr int ROWS = NV * VL;
 
 // Words of a head, counted from its first, whose products have a sum of their own: the rounding of
 // one long sum is most of a float32 result's error. That of pairs is nothing beside bfloat16's. By
-// 32 a pass over D = 64 would be 1 % shorter, but the error of one row over 128 keys 1.2 times
-// torch's; by 64 one over D = 128 1 % shorter, the error 1.2 times as large (an EPYC 9004, 2026-11).
+// 32 a pass over D = 64 would be no shorter (an EPYC 9004, 2026-12), but the error of one row over
+// 128 keys 1.2 times torch's; by 64 over D = 128 1.2 times as large.
 // One of D = 16 by 8 has 0.9 times the error.
 template <bool PAIRS>
 INLINE int stretch_of(int words) {
