@@ -57,12 +57,6 @@ void weights_of_run(const Item &item, const Block &block, const Panel &P, const 
   for (int v = run.v0; v < run.v1; v++)
     own[v - run.v0] = load(P.own + v * VL) - (int(block.n0) + run.j0);
   base += v0, sums += run.v0;
-  if constexpr (MATRICES<T>) {
-    for (int v = 0; v < run.v1 - run.v0; v++)
-      Matrices<T>::template weights<WANTED>(s + v * VL, keys, load(base + v * VL), exponent,
-                                            own[v], sums[v]);
-    return;
-  }
   switch (run.v1 - run.v0) {
     case 1: return exponentials<PAIRS, 1, WANTED>(s, s, keys, base, exponent, own, sums);
     case 2: return exponentials<PAIRS, 2, WANTED>(s, s, keys, base, exponent, own, sums);
@@ -70,18 +64,25 @@ void weights_of_run(const Item &item, const Block &block, const Panel &P, const 
   }
 }
 
-// Step 5 of a panel and a block.
-template <class T>
-void weigh_block(const Item &item, const Block &block, const Sight &sight, int n, const float *a) {
+// Steps 3 to 5 of a panel and a block.
+template <class T, int WANTED>
+void weigh_block(const Item &item, const Block &block, const Sight &sight, int n, const float *base,
+                 const float *a, Sums *sums) {
   constexpr bool PAIRS = PAIRED<T>;
   constexpr int A_WORD = PAIRS ? 2 : 1;  // keys
   Panel &P = item.panel(n);
-  const int Dv = int(item.call.Dv);
+  const int Dv = int(item.call.Dv), count = sight.count;
   if constexpr (MATRICES<T>) {
+    foresee<T>(item, block, n, 1, 2);
     const bool fresh = P.fresh;
     P.fresh = false;
-    return Matrices<T>::weigh(block.V, sight.runs, sight.count, P.vectors, item.scores(),
-                              item.out(n), a, Dv, fresh);
+    return Matrices<T>::template weigh<WANTED>(
+        {sight.runs, sight.runs + count, P, int(block.n0), item.plan.exponent, base, item.scores()},
+        block.V, item.out(n), a, Dv, fresh, sums);
+  }
+  for (int r = 0; r < count; r++) {
+    weights_of_run<T, WANTED>(item, block, P, sight.runs[r], base, sums);
+    foresee<T>(item, block, n, count + r, 2 * count);
   }
   int v0 = NV, v1 = 0;
   for (const Run *run = sight.runs; run < sight.runs + sight.count; run++)
@@ -144,14 +145,12 @@ void see_block(const Item &item, Block &block, int n) {
     if (statistics & TOP)
       take_top(*run, int(block.n0), item.scores(), int(item.call.top_k), item.statistics(n));
     if (!block.finite) spoil<T>(item, block, *run, item.cut());
-    const int wanted = statistics & BOTH;
-    const auto weights_of = wanted == 0         ? weights_of_run<T, 0>
-                            : wanted == ENTROPY ? weights_of_run<T, ENTROPY>
-                                                : weights_of_run<T, BOTH>;
-    weights_of(item, block, P, *run, base, sums);
-    foresee<T>(item, block, n, int(run - sight.runs) + sight.count, sight.count * 2);
   }
-  weigh_block<T>(item, block, sight, n, a);
+  const int wanted = statistics & BOTH;
+  const auto weigh_by = wanted == 0         ? weigh_block<T, 0>
+                        : wanted == ENTROPY ? weigh_block<T, ENTROPY>
+                                            : weigh_block<T, BOTH>;
+  weigh_by(item, block, sight, n, base, a, sums);
   if (!block.finite) add_spoilt(item.cut(), item.out(n), int(item.call.Dv), P.vectors);
   for (int v = 0; v < P.vectors; v++)
     add_sums(P.state[v], load(m + v * VL), old[v], sums[v]);

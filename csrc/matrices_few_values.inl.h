@@ -172,10 +172,10 @@ struct Matrices<bfloat16> {
   static constexpr auto &values = value_columns;
   static constexpr auto &scores = matrix_scores;
   template <int WANTED>
-  INLINE static void weights(float *s, int keys, vf base, float exponent, vi own, Sums &sums) {
-    matrix_weights<WANTED>(s, keys, base, exponent, own, sums);
+  INLINE static void weigh(const Weights &W, Rows V, float *o, const float *a, int Dv, bool fresh,
+                           Sums *sums) {
+    matrix_weigh<WANTED>(W, V, o, a, Dv, fresh, sums);
   }
-  static constexpr auto &weigh = matrix_weigh;
   static constexpr auto &few_scores = matrix_few_scores;
   static constexpr auto &few_weigh = matrix_few_weigh;
   static constexpr auto &few_unpack = matrix_few_unpack;

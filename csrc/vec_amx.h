@@ -57,6 +57,12 @@ INLINE void tile_product() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
+// The upper halves of two words as one, the first below.
+INLINE vf upper_halves(vf first, vf second) {
+  const __m512i below = _mm512_srli_epi32(__m512i(first), 16);
+  return vf(_mm512_mask_blend_epi16(0xaaaaaaaa, below, __m512i(second)));
+}
+
 // The halves of bfloat16 from two vectors of 16-bit numbers, in turns: of each eight the first four,
 // and the last four.
 INLINE vf pairs_low(vw first, vw second) {
