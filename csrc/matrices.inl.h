@@ -36,8 +36,6 @@ INLINE void each(const F &f) {
 
 // -- numbers ---------------------------------------------------------------------------------------
 
-constexpr uint32_t UPPER = 0xffff0000u;  // of a word: the second number, and the first 8 bits of a p_ij
-
 INLINE void make_finite(float *words) { convert(vf(finite_or_0(load_bytes<vw>(words))), words); }
 
 // The 32 numbers of a row from d on, 0 beyond the last of n.

@@ -211,6 +211,14 @@ def test_masks_are_read_in_place_whatever_their_strides():
         )
 
 
+@pytest.mark.parametrize("S", [31, 33, 95, 129])
+def test_a_mask_of_half_size_is_that_mask_in_float32(S):
+    query, key, value = draw(H=2, L=50, S=S)
+    for dtype in (torch.bfloat16, torch.float16):
+        mask = torch.randn(2, 1, 50, S + 1).to(dtype)[..., 1:]
+        same_bits(attend(query, key, value, mask), attend(query, key, value, mask.float()))
+
+
 def _layouts(x):
     yield x.transpose(1, 2).contiguous().transpose(1, 2)
     yield x.transpose(-1, -2).contiguous().transpose(-1, -2)
