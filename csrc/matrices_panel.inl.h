@@ -147,14 +147,15 @@ struct Weighing {
   }
 };
 
-// What is left of the keys, and the sums of all.
+// What is left of the keys.
 template <int WANTED>
-NOINLINE Sums finish(Weighing<WANTED> W) {
+NOINLINE void finish(Weighing<WANTED> *left) {
+  Weighing<WANTED> W = *left;  // a copy can stand in registers
   while (W.find_keys()) {
     while (W.j + W.AT_ONCE <= W.j1) W.template make<W.AT_ONCE>(W.AT_ONCE);
     while (W.j < W.j1) W.template make<2>(int(least(2, W.j1 - W.j)));
   }
-  return W.sums;
+  left->sums = W.sums;
 }
 
 // -- values ----------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ NOINLINE Sums finish(Weighing<WANTED> W) {
 template <int COUNT, int WANTED>
 NOINLINE void weigh_groups(const float *values, const float *p, float *o, int Dv, bool fresh,
                            Weighing<WANTED> *beside) {
-  Weighing<WANTED> other = *beside;  // a copy can stand in registers
+  Weighing<WANTED> other = *beside;  // as in finish
   each<COUNT>([&](auto g) {
     constexpr int G = VALUE(g);
     tile_load<2 + 2 * G>(p + G * GROUP * ROWS, 2 * ROW_BYTES);
@@ -216,7 +217,8 @@ NOINLINE void matrix_weigh(const Weights &W, Rows V, float *o, const float *a, i
   Weighing<WANTED> next = {};
   next.start(W, 0);
   for (int v = 0; v < vectors; v++) {
-    sums[v] = finish(next);
+    if (next.find_keys()) finish(&next);
+    sums[v] = next.sums;
     next = {};
     if (v + 1 < vectors) next.start(W, v + 1);
     const Keys seen = fill_groups(W, v);
