@@ -110,46 +110,54 @@ INLINE void expect_rows(const FewRows<T> &rows, int64_t j, int64_t quad) {
   for (int r = 0; r < KL; r++) __builtin_prefetch(at + r * stride, 0, 2);
 }
 
-// Rows of which some, or the ends, are missing, to memory that has room for all of them.
+// Rows of which the ends, or some of `rows`, are missing, with 0 for these: what stood there could be
+// numbers below the normal ones, whose products take Intel's processors a hundred times as long.
 template <class T>
-NOINLINE const T *copy_keys(const T *k, int64_t stride, int keys, int D, int64_t words, float *to) {
-  for (int j = 0; j < keys; j++) {
-    memset(to + j * words, 0, size_t(words) * sizeof(float));
-    memcpy(to + j * words, k + j * stride, size_t(D) * sizeof(T));
-  }
+NOINLINE const T *copy_keys(const T *k, int64_t stride, int keys, int rows, int D, int64_t words,
+                            float *to) {
+  memset(to, 0, size_t(rows * words) * sizeof(float));
+  for (int j = 0; j < keys; j++) memcpy(to + j * words, k + j * stride, size_t(D) * sizeof(T));
   return reinterpret_cast<const T *>(to);
+}
+
+// Step 1 of U KL keys from j on, the last of which may be missing.
+template <class T, int R, int U>
+INLINE void score_few(const FewRows<T> &K, const FewRows<T> &V, const float *q, int j, int j1,
+                      float *copy, float *s) {
+  constexpr int KEYS = U * KL, NUMBERS = PAIRED<T> ? 1 : IN_WORD<T>;
+  const bool in_parts = in_parts_of<R>(V.size);
+  const int64_t words = few_words<T>(K.size), q_stride = few_stride(K.size);
+  const int64_t stretch = PAIRED<T> ? words : stretch_of<false>(K.size) / IN_WORD<T>;
+  const int keys = int(least(j1 - j, KEYS));
+  const T *k = K.at + j * K.stride;
+  int64_t stride = K.stride;
+  if (keys < KEYS || words * IN_WORD<T> != K.size)
+    k = copy_keys(k, stride, keys, KEYS, K.size, words, copy), stride = words * IN_WORD<T>;
+  vk sum[R][U] = {};
+  for (int64_t start = 0; start < words; start += stretch) {
+    const int64_t end = least(words, start + stretch);
+    vk part[R][U] = {};
+    for (int64_t w = start; w < end; w += QUAD) {
+      expect_rows<U>(K, j + KEYS, w / QUAD);
+      if (in_parts) expect_rows<U>(V, j, w / QUAD);
+      dot_quad<T, R, U>((const char *)k + w * 4, stride * int64_t(sizeof(T)), q + w * NUMBERS,
+                        q_stride, part);
+    }
+    UNROLL for (int i = 0; i < R; i++) UNROLL for (int u = 0; u < U; u++) sum[i][u] += part[i][u];
+  }
+  UNROLL for (int i = 0; i < R; i++) UNROLL for (int u = 0; u < U; u++)
+    memcpy(s + i * FEW_STRIDE + j + u * KL, &sum[i][u], sizeof(vk));
 }
 
 // Step 1. What stands in s beyond the last key of the run is of no row.
 template <class T, int R>
 NOINLINE void few_scores(const FewRows<T> &K, const FewRows<T> &V, const float *q, const Run &run,
                          float *copy, float *s) {
-  constexpr int U = TILE1 / R < 1 ? 1 : TILE1 / R < 4 ? TILE1 / R : 4, KEYS = U * KL;
-  constexpr int NUMBERS = PAIRED<T> ? 1 : IN_WORD<T>;
-  const bool in_parts = in_parts_of<R>(V.size);
-  const int64_t words = few_words<T>(K.size), q_stride = few_stride(K.size);
-  const int64_t stretch = PAIRED<T> ? words : stretch_of<false>(K.size) / IN_WORD<T>;
-  for (int j = run.j0; j < run.j1; j += KEYS) {
-    const int keys = int(least(run.j1 - j, KEYS));
-    const T *k = K.at + j * K.stride;
-    int64_t stride = K.stride;
-    if (keys < KEYS || words * IN_WORD<T> != K.size)
-      k = copy_keys(k, stride, keys, K.size, words, copy), stride = words * IN_WORD<T>;
-    vk sum[R][U] = {};
-    for (int64_t start = 0; start < words; start += stretch) {
-      const int64_t end = least(words, start + stretch);
-      vk part[R][U] = {};
-      for (int64_t w = start; w < end; w += QUAD) {
-        expect_rows<U>(K, j + KEYS, w / QUAD);
-        if (in_parts) expect_rows<U>(V, j, w / QUAD);
-        dot_quad<T, R, U>((const char *)k + w * 4, stride * int64_t(sizeof(T)), q + w * NUMBERS,
-                          q_stride, part);
-      }
-      UNROLL for (int i = 0; i < R; i++) UNROLL for (int u = 0; u < U; u++) sum[i][u] += part[i][u];
-    }
-    UNROLL for (int i = 0; i < R; i++) UNROLL for (int u = 0; u < U; u++)
-      memcpy(s + i * FEW_STRIDE + j + u * KL, &sum[i][u], sizeof(vk));
-  }
+  constexpr int U = TILE1 / R < 1 ? 1 : TILE1 / R < 4 ? TILE1 / R : 4;
+  int j = run.j0;
+  for (; U > 1 && j + U * KL <= run.j1; j += U * KL)
+    score_few<T, R, U>(K, V, q, j, run.j1, copy, s);
+  for (; j < run.j1; j += KL) score_few<T, R, 1>(K, V, q, j, run.j1, copy, s);
 }
 
 }  // namespace

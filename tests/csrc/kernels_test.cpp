@@ -16,6 +16,7 @@
 
 #include "guarded.h"
 #include "refusals.h"
+#include "unused.h"
 
 namespace {
 
@@ -380,7 +381,7 @@ int main(int count, char **words) {
     fprintf(stderr, "clearhead_isa: status %d\n", int(status));
     return 3;
   }
-  refuse();
+  refuse(), leave_unused();
   const uint64_t first = strtoull(words[1], nullptr, 10), calls = strtoull(words[2], nullptr, 10);
   for (uint64_t n = 0; n < calls; n++) run(first + n);
   printf("%s: %llu calls\n", isa, (unsigned long long)calls);
