@@ -101,13 +101,19 @@ INLINE void dot_quad(const char *k, int64_t stride, const float *q, int64_t q_st
 }
 
 // Asks for a part of U KL rows, while a quad of as many keys is used: these are read in too many
-// places at a time for the processor to foresee. U quads of each make a cache line, or half of one.
+// places at a time for the processor to foresee. Row by row, which it can take up: a column of the
+// rows at a time, tokens over 4096 keys took 1.15 to 1.2 times as long (a Xeon, 2026-12).
 template <int U, class T>
 INLINE void expect_rows(const FewRows<T> &rows, int64_t j, int64_t quad) {
-  const int64_t stride = rows.stride * int64_t(sizeof(T));
-  const char *at = (const char *)(rows.at + j * rows.stride) + quad % U * KL * stride +
-                   quad / U * U * int64_t(QUAD * sizeof(float));
-  for (int r = 0; r < KL; r++) __builtin_prefetch(at + r * stride, 0, 2);
+  constexpr int LINE = 64, QUADS = LINE / (QUAD * 4), COUNT = (U * KL + QUADS - 1) / QUADS;
+  const unsigned lines = (unsigned(rows.size) * unsigned(sizeof(T)) + LINE - 1) / LINE;
+  const unsigned first = unsigned(quad) * COUNT;
+  unsigned line = first % lines;
+  const char *row = (const char *)(rows.at + (j + first / lines) * rows.stride);
+  for (int n = 0; n < COUNT; n++) {
+    __builtin_prefetch(row + line * LINE, 0, 2);
+    if (++line == lines) line = 0, row += rows.stride * int64_t(sizeof(T));
+  }
 }
 
 // Rows of which the ends, or some of `rows`, are missing, with 0 for these: what stood there could be
