@@ -136,7 +136,8 @@ void load_keys(const Item &item, Block &block) {
   block.K = key_rows(key_of<T>(item, block.n0), c.key_strides[2], block.keys, int(c.D), item.key());
   const int64_t missing = to_tile(block.keys) - block.keys;  // as in copy_keys of decode.inl.h
   if (missing > 0)
-    memset(item.key() + block.keys * block.K.stride, 0, size_t(missing * block.K.stride) * 4);
+    memset(item.key() + block.keys * block.K.stride, 0,
+           size_t(missing * block.K.stride) * sizeof(float));
 }
 
 template <class T>
